@@ -1,0 +1,56 @@
+"""The embedded task: arithmetic of mixed difficulty, with worked solutions. No jax.
+
+A kind names the digits of each term and the operations between them: "2+3" adds a number of up to
+two digits and one of up to three. Problems are a pure function of (split, seed, index), and no
+problem of one split is ever one of the other.
+"""
+
+import random
+import re
+import zlib
+
+from fgrpo_jax import UserError
+from fgrpo_jax.structs import Problem
+
+KINDS = (
+    "1+1 1-1 1*1 2+1 2-1 2+2 2-2 2*1 3+2 3-2 3+3 3-3 3*1 2*2 4+3 4-3 4+4 4-4 "
+    "1+1+1 1+1-1 1*1+1 1*1-1 2+2-1 2+2+2 2*1+2 2*1-2 3+3-2"
+).split()
+HELD_OUT = 8  # one problem in so many belongs to the test split
+
+
+def generate(count: int, split: str, kinds: str = "", seed: int = 0) -> list[Problem]:
+    """`count` problems of the comma-separated kinds (empty: all), cycling through them.
+
+    Args:
+        split: "train" or "test".
+    """
+    names = kinds.split(",") if kinds else KINDS
+    for kind in names:
+        if not re.fullmatch(r"[1-4]([-+*][1-4]){1,2}", kind):
+            raise UserError(
+                f"{kind!r} is no kind of arithmetic: write digits and operations as 2+3 or 1*1-2"
+            )
+    return [_problem(names[i % len(names)], split, f"{seed}/{split}/{i}") for i in range(count)]
+
+
+def _problem(kind: str, split: str, key: str) -> Problem:
+    draw = random.Random(key)  # a string seeds by its SHA-512, alike on every platform
+    digits, operations = re.findall(r"\d", kind), re.findall(r"\D", kind)
+    while True:
+        terms = [draw.randint(0, 10 ** int(size) - 1) for size in digits]
+        text = "".join(f"{op}{term}" for op, term in zip(["", *operations], terms, strict=True))
+        if (zlib.crc32(text.encode()) % HELD_OUT == 0) == (split == "test"):
+            break
+    # From left to right, the product first: a kind has a product only in front or at the end.
+    left = text
+    worked = [left]
+    while operations:
+        i = operations.index("*") if "*" in operations else 0
+        a, b = terms[i : i + 2]
+        terms[i : i + 2] = [{"+": a + b, "-": a - b, "*": a * b}[operations.pop(i)]]
+        worked.append(
+            "".join(f"{op}{t}" for op, t in zip(["", *operations], terms, strict=True))
+        )
+    answer = worked[-1]
+    return Problem(text, answer, kind, f"{'='.join(worked)}\n\\boxed{{{answer}}}")

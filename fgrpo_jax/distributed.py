@@ -1,0 +1,64 @@
+"""Several hosts: start, and moves between a host's arrays and global ones.
+
+The only file that asks for process_index. On one host each function is the plain move.
+"""
+
+import os
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+
+
+def start() -> None:
+    """Joins the other hosts where the environment says that there are some (a TPU pod, SLURM,
+    or JAX_COORDINATOR_ADDRESS); must come before any other use of jax's devices."""
+    pod = len(os.environ.get("TPU_WORKER_HOSTNAMES", "").split(",")) > 1
+    tasks = int(os.environ.get("SLURM_NTASKS", "1")) > 1
+    if pod or tasks or "JAX_COORDINATOR_ADDRESS" in os.environ:
+        jax.distributed.initialize()
+
+
+def is_main() -> bool:
+    """Whether this process writes what is written once."""
+    return jax.process_index() == 0
+
+
+def share(total: int) -> slice:
+    """This host's part of `total` rows that all hosts share equally."""
+    if total % jax.process_count():
+        raise ValueError(f"{total} rows do not divide among {jax.process_count()} hosts")
+    size = total // jax.process_count()
+    return slice(jax.process_index() * size, (jax.process_index() + 1) * size)
+
+
+def to_global(array: np.ndarray, sharding: jax.sharding.Sharding) -> jax.Array:
+    """The global array whose rows on this host's devices are `array`."""
+    return jax.make_array_from_process_local_data(sharding, array)
+
+
+def to_host(tree: Any) -> Any:
+    """This host's rows of arrays whose first axis is shared by rows, as numpy."""
+
+    def local(x: jax.Array) -> np.ndarray:
+        if jax.process_count() == 1:
+            return np.asarray(x)
+        shards = {shard.index[0].start or 0: shard.data for shard in x.addressable_shards}
+        return np.concatenate([np.asarray(shards[start]) for start in sorted(shards)])
+
+    return jax.tree.map(local, tree)
+
+
+def mean(values: np.ndarray) -> np.ndarray:
+    """The mean over hosts of a small array that each has one of."""
+    if jax.process_count() == 1:
+        return values
+    return np.asarray(multihost_utils.process_allgather(values)).mean(axis=0)
+
+
+def whole(x: jax.Array) -> np.ndarray:
+    """All of a sharded array on every host, as numpy."""
+    if x.is_fully_addressable:
+        return np.asarray(x)
+    return np.asarray(multihost_utils.process_allgather(x, tiled=True))

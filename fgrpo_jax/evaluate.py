@@ -1,0 +1,46 @@
+"""pass@1 and pass@k of a policy on held-out problems."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+
+from fgrpo_jax import distributed, prompts
+from fgrpo_jax.pass_at_k import pass_at_k, powers_up_to
+from fgrpo_jax.prompts import PromptSet
+from fgrpo_jax.rollouts import Collect
+
+Result = dict[str, Any]
+
+
+def make_evaluate(
+    collect: Collect, held_out: PromptSet, problems: int, batch: int, samples: int
+) -> Callable[[Any, jax.Array], Result]:
+    """evaluate(params, key) -> {"pass@1": ..., "pass@2": ..., "by_kind": {kind: pass@1}}.
+
+    Args:
+        problems: the first so many of the held-out set.
+        batch: prompts at a time.
+        samples: n of the estimator, which pass@k averages over the problems.
+    """
+
+    def evaluate(params: Any, key: jax.Array) -> Result:
+        correct, kinds = [], []
+        share = distributed.share(batch)
+        for part in prompts.batches_of(held_out, problems, batch, share):
+            rollouts = collect(params, part, key)
+            correct.append(rollouts.correct_PN.sum(axis=1))
+            kinds += [problem.kind for problem in part.problems]
+        correct_P = np.concatenate(correct).astype(int)
+        result: Result = {
+            f"pass@{k}": float(distributed.mean(pass_at_k(correct_P, samples, k).mean()))
+            for k in powers_up_to(samples)
+        }
+        label = np.array(kinds)
+        result["by_kind"] = {
+            kind: float(correct_P[label == kind].mean() / samples) for kind in sorted(set(kinds))
+        }
+        return result
+
+    return evaluate

@@ -1,0 +1,57 @@
+"""Log-probabilities and entropies of response tokens, chunked: never a [B, T, V] array."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from fgrpo_jax.model import Policy
+
+
+def response_logprobs(
+    policy: Policy,
+    params: Any,
+    tokens_BS: Int[Array, "B S"],
+    start_B: Int[Array, " B"],
+    response: int,
+    temperature: float,
+    chunk: int,
+) -> tuple[Float[Array, "B T"], Float[Array, "B T"]]:
+    """log pi(token) of the last T tokens of each row, and the entropy of pi there, in nats.
+
+    Args:
+        tokens_BS: rows of prompt (left-padded) and response.
+        start_B: column of each row's first real token.
+        response: T, response columns.
+        temperature: above 0; it divides the logits, as in sampling.
+        chunk: response columns whose logits are in memory at a time.
+    """
+    with jax.named_scope("logprobs"):
+        hidden_BSD = policy.hidden(params, tokens_BS, start_B)
+        hidden_BTD = hidden_BSD[:, -response - 1 : -1]  # column j predicts column j + 1
+        target_BT = tokens_BS[:, -response:]
+
+        @jax.checkpoint  # the backward pass makes a chunk's logits again
+        def piece(hidden_BtD, target_Bt):
+            logits_BtV = policy.logits(params, hidden_BtD, temperature)
+            logp_BtV = jax.nn.log_softmax(logits_BtV, axis=-1)
+            # the training gradient never passes through the entropy
+            quiet_BtV = jax.lax.stop_gradient(logp_BtV)
+            entropy_Bt = -(jnp.exp(quiet_BtV) * quiet_BtV).sum(axis=-1)
+            return jnp.take_along_axis(logp_BtV, target_Bt[..., None], axis=-1)[..., 0], entropy_Bt
+
+        if response <= chunk:
+            return piece(hidden_BTD, target_BT)
+        pieces = -(-response // chunk)
+        pad = [(0, 0), (0, pieces * chunk - response)]
+
+        def split(x):  # [B, T, ...] -> [pieces, B, chunk, ...]
+            x = jnp.pad(x, pad + [(0, 0)] * (x.ndim - 2))
+            return x.reshape(x.shape[0], pieces, chunk, *x.shape[2:]).swapaxes(0, 1)
+
+        def join(x):
+            return x.swapaxes(0, 1).reshape(x.shape[1], -1)[:, :response]
+
+        logp, entropy = jax.lax.map(lambda xs: piece(*xs), (split(hidden_BTD), split(target_BT)))
+        return join(logp), join(entropy)

@@ -1,0 +1,51 @@
+"""python -m fgrpo_jax.main --config FILE [--workdir DIR] [--config.a.b=value ...]"""
+
+import argparse
+import os
+import pathlib
+import sys
+import warnings
+from collections.abc import Callable, Sequence
+
+from ml_collections import ConfigDict
+from rich.console import Console
+
+from fgrpo_jax import UserError, config
+
+Job = Callable[[ConfigDict, pathlib.Path, Console], object]
+
+
+def run(job: Job, description: str, argv: Sequence[str]) -> int:
+    """Reads the flags, runs the job, returns the exit code: 0 done, 2 a mistake of the user's."""
+    parser = argparse.ArgumentParser(description=description, allow_abbrev=False)
+    parser.add_argument("--config", required=True, help="Python file with get_config()")
+    parser.add_argument("--workdir", help="where the run lives; default runs/<name of the config>")
+    arguments, rest = parser.parse_known_args(argv)
+    console = Console(highlight=False, soft_wrap=True)
+    try:
+        for flag in rest:
+            if not flag.startswith("--config."):
+                raise UserError(f"unknown flag {flag}: settings are given as --config.KEY=VALUE")
+        c = config.load(arguments.config, [flag.removeprefix("--config.") for flag in rest])
+        name = pathlib.Path(arguments.config).stem
+        job(c, pathlib.Path(arguments.workdir or f"runs/{name}"), console)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("interrupted: run the same command again to go on", file=sys.stderr)
+        return 130
+    return 0
+
+
+def _train(c: ConfigDict, workdir: pathlib.Path, console: Console) -> object:
+    from fgrpo_jax import distributed, train  # after the config is known to be good
+
+    distributed.start()
+    return train.train(c, workdir, console)
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # silences a warning upon fork
+    warnings.filterwarnings("ignore", module="orbax")
+    sys.exit(run(_train, "RL with verifiable rewards and the focal weight.", sys.argv[1:]))

@@ -1,0 +1,138 @@
+"""What a run reports: metrics.jsonl, evaluations, and a progress line."""
+
+import contextlib
+import json
+import os
+import pathlib
+import resource
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+from rich.progress import TimeRemainingColumn as TimeLeft
+
+from fgrpo_jax.structs import Rollouts
+
+
+def rollout_metrics(rollouts: Rollouts) -> dict[str, float]:
+    """Means over this host's rows, and the shares of groups by what they can teach."""
+    rate_P = rollouts.correct_PN.mean(axis=1)
+    length_B = rollouts.mask_BT.sum(axis=1)
+    return {
+        "reward": float(rollouts.reward_PN.mean()),
+        "pass_rate": float(rate_P.mean()),
+        "groups_all_wrong": float((rate_P == 0).mean()),
+        "groups_mixed": float(((rate_P > 0) & (rate_P < 1)).mean()),
+        "groups_all_right": float((rate_P == 1).mean()),
+        "response_tokens": float(length_B.mean()),
+        "truncated": float(1 - rollouts.finished_B.mean()),  # no stop token within the limit
+    }
+
+
+class Journal:
+    """A JSON Lines file of records that each have a "step"; appended to, and cut on resume."""
+
+    def __init__(self, path: pathlib.Path, step: int):
+        """Keeps the records up to `step`: those after it will be written again."""
+        self.path = path
+        self.records: list[dict[str, Any]] = []
+        if path.exists():
+            for line in path.read_text().splitlines():
+                try:
+                    record = json.loads(line)
+                except ValueError:
+                    break  # the line that a killed process was writing
+                if record["step"] <= step:
+                    self.records.append(record)
+        partial = path.with_name(path.name + ".partial")
+        partial.write_text("".join(json.dumps(record) + "\n" for record in self.records))
+        os.replace(partial, path)
+
+    def write(self, record: dict[str, Any]) -> None:
+        record = {
+            name: value.item() if isinstance(value, np.generic | np.ndarray) else value
+            for name, value in record.items()
+        }
+        self.records.append(record)
+        with self.path.open("a") as file:
+            file.write(json.dumps(record) + "\n")
+
+
+class Clock:
+    """Wall and CPU seconds of the run, over all the processes that it took."""
+
+    def __init__(self, records: list[dict[str, Any]]):
+        """Goes on from the last of a run's records."""
+        last = records[-1] if records else {"wall_s": 0.0, "cpu_s": 0.0}
+        self._wall, self._cpu = time.monotonic() - last["wall_s"], last["cpu_s"]
+
+    def read(self) -> dict[str, float]:
+        """CPU seconds are this process's and those of its children that have ended."""
+        children = resource.getrusage(resource.RUSAGE_CHILDREN)
+        cpu = self._cpu + time.process_time() + children.ru_utime + children.ru_stime
+        return {"wall_s": round(time.monotonic() - self._wall, 3), "cpu_s": round(cpu, 3)}
+
+
+class Stopwatch:
+    """Where the time of a step goes: `with watch("rollout"): ...`."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self._began = time.monotonic()
+
+    @contextlib.contextmanager
+    def __call__(self, stage: str) -> Iterator[None]:
+        began = time.monotonic()
+        yield
+        self.seconds[stage] = time.monotonic() - began
+
+    def metrics(self, tokens: int) -> dict[str, float]:
+        """Seconds by stage, and response tokens a second since the watch was made."""
+        total = time.monotonic() - self._began
+        stages = {f"{stage}_s": seconds for stage, seconds in self.seconds.items()}
+        return {**stages, "step_s": total, "tokens_per_s": tokens / total}
+
+
+class Bar:
+    """The progress bar; where output is no terminal, a line about every tenth of the way."""
+
+    def __init__(self, steps: int, done: int, console: Console):
+        self.steps, self.console = steps, console
+        self.live = console.is_terminal
+        self.progress = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[numbers]}"),
+            TimeLeft(compact=True),
+            console=console,
+            disable=not self.live,
+        )
+        self.task = self.progress.add_task("train", total=steps, completed=done, numbers="")
+
+    def show(self, step: int, record: dict[str, Any]) -> None:
+        numbers = "  ".join(
+            f"{label} {record[name]:{form}}"
+            for label, name, form in (
+                ("reward", "reward", ".3f"),
+                ("pass rate", "pass_rate", ".3f"),
+                ("loss", "loss", ".3f"),
+                ("tokens/s", "tokens_per_s", ",.0f"),
+            )
+            if name in record
+        )
+        self.progress.update(self.task, completed=step, numbers=numbers)
+        if not self.live and (step % max(1, self.steps // 10) == 0 or step == self.steps):
+            left = self.progress.tasks[self.task].time_remaining
+            eta = "" if left is None else f"  {left:.0f} s left"
+            self.console.print(f"step {step}/{self.steps}  {numbers}{eta}", highlight=False)
+
+    def __enter__(self) -> "Bar":
+        self.progress.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.progress.stop()

@@ -1,0 +1,208 @@
+"""Verdicts on answers, from worker processes that can be killed.
+
+`python -m fgrpo_jax.rewards` is a worker: it reads one JSON task a line and answers each with one
+line. A task that outlasts its limit is ended by the kernel (an interval timer with the default
+action), however deep in C code it hangs, and whether or not the parent still lives. No jax here.
+"""
+
+import dataclasses
+import json
+import os
+import queue
+import re
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from fractions import Fraction
+
+MAX_ANSWER = 400  # characters; a longer answer is wrong
+MEMORY = 4 << 30  # bytes of address space a worker may take
+
+
+@dataclasses.dataclass(frozen=True)
+class Score:
+    """The verdict on one response."""
+
+    reward: float  # shaped: what the advantage is made of
+    correct: bool  # raw: what the focal weight and pass@k are made of
+    info: str  # right, wrong, no answer, timed out or crashed
+
+
+def boxed_answer(response: str) -> str | None:
+    r"""The inside of the last \boxed{} after the end of any think block, or None.
+
+    None too where a think block or the last box never closes: an unfinished answer is no excuse
+    to look earlier.
+
+    >>> boxed_answer(r"\boxed{5} no, \boxed{\frac{1}{2}}")
+    '\\frac{1}{2}'
+    """
+    if "<think>" in response and "</think>" not in response:
+        return None
+    answer = response.rpartition("</think>")[2]
+    start = answer.rfind(r"\boxed{")
+    if start < 0:
+        return None
+    start += len(r"\boxed{")
+    depth = 1
+    for i in range(start, len(answer)):
+        depth += {"{": 1, "}": -1}.get(answer[i], 0)
+        if depth == 0:
+            return answer[start:i].strip() or None
+    return None
+
+
+def quick_verdict(gold: str, answer: str) -> bool | None:
+    """Equal strings, and two plain numbers compared exactly; None where sympy must look."""
+    gold, answer = (re.sub(r"\s+", "", text).strip("$") for text in (gold, answer))
+    if gold == answer:
+        return True
+    number = re.compile(r"[-+]?\d{1,100}(\.\d{1,100})?")
+    if number.fullmatch(gold) and number.fullmatch(answer):
+        return Fraction(gold) == Fraction(answer)
+    return None
+
+
+def math_verdict(gold: str, answer: str) -> bool:
+    """math-verify's verdict on two LaTeX answers; only to be called in a worker."""
+    from math_verify import LatexExtractionConfig, parse, verify
+
+    boxes = [LatexExtractionConfig(boxed_match_priority=0)]
+    # Its own time limits are signals, which the worker's timer makes needless.
+    golds, answers = (
+        parse(rf"\boxed{{{text}}}", boxes, parsing_timeout=None, raise_on_error=False)
+        for text in (gold, answer)
+    )
+    return bool(verify(golds, answers, timeout_seconds=None, raise_on_error=False))
+
+
+def _work() -> None:
+    """The worker's loop: {"gold", "answer", "timeout"} in, {"correct"} out, a line each."""
+    import resource
+
+    resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)  # ends the process
+    answers, sys.stdout = sys.stdout, open(os.devnull, "w")  # noqa: SIM115
+    math_verdict("1", "2")  # imports sympy before the first task's time runs
+    for line in sys.stdin:
+        task = json.loads(line)
+        signal.setitimer(signal.ITIMER_REAL, task["timeout"])
+        try:
+            verdict = math_verdict(task["gold"], task["answer"])
+        except (Exception, RecursionError, MemoryError):
+            verdict = False
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        print(json.dumps({"correct": verdict}), file=answers, flush=True)
+
+
+class _Worker:
+    """One worker process, started when first needed and again after each death."""
+
+    def __init__(self, timeout: float):
+        self.timeout = timeout
+        self.process: subprocess.Popen[str] | None = None
+
+    def judge(self, gold: str, answer: str) -> tuple[bool, str]:
+        if self.process is None:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "fgrpo_jax.rewards"],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                text=True,
+                env={**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
+            )
+        assert self.process.stdin and self.process.stdout
+        try:
+            task = {"gold": gold, "answer": answer, "timeout": self.timeout}
+            self.process.stdin.write(json.dumps(task) + "\n")
+            self.process.stdin.flush()
+            line = self.process.stdout.readline()
+        except BrokenPipeError:
+            line = ""
+        if line:
+            correct = json.loads(line)["correct"]
+            return correct, "right" if correct else "wrong"
+        status = self.process.wait()
+        self.close()
+        return False, "timed out" if status == -signal.SIGALRM else "crashed"
+
+    def close(self) -> None:
+        if self.process is not None:
+            self.process.kill()
+            self.process.wait()
+            for pipe in (self.process.stdin, self.process.stdout):
+                if pipe:
+                    pipe.close()
+            self.process = None
+
+
+class Scorer:
+    """Scores responses in order, from any thread; a context manager that leaves no process.
+
+    Args:
+        reward: "math", the last \\boxed{} by math-verify; "exact", the whole response.
+        workers: processes.
+        timeout: seconds an answer; past it the answer is wrong and its process is replaced.
+    """
+
+    def __init__(self, reward: str, workers: int, timeout: float):
+        self._extract: Callable[[str], str | None] = {
+            "math": boxed_answer,
+            "exact": lambda response: response.strip() or None,
+        }[reward]
+        self._sympy = reward == "math"
+        self._idle: queue.SimpleQueue[_Worker] = queue.SimpleQueue()
+        self._workers = [_Worker(timeout) for _ in range(workers)]
+        for worker in self._workers:
+            self._idle.put(worker)
+        self._threads = ThreadPoolExecutor(workers, thread_name_prefix="rewards")
+        self._known: dict[tuple[str, str], tuple[bool, str]] = {}
+        self._lock = threading.Lock()
+
+    def score(self, golds: Sequence[str], responses: Sequence[str]) -> list[Score]:
+        """One Score a response, in order; 1 for right and 0 for wrong."""
+        answers = [self._extract(response) for response in responses]
+        verdicts = self._threads.map(self._judge, golds, answers)
+        return [Score(float(correct), correct, info) for correct, info in verdicts]
+
+    def _judge(self, gold: str, answer: str | None) -> tuple[bool, str]:
+        if answer is None:
+            return False, "no answer"
+        if len(answer) > MAX_ANSWER:
+            return False, "wrong"
+        quick = quick_verdict(gold, answer)
+        if quick is None and not self._sympy:
+            quick = False
+        if quick is not None:
+            return quick, "right" if quick else "wrong"
+        if (gold, answer) not in self._known:
+            worker = self._idle.get()
+            try:
+                verdict = worker.judge(gold, answer)
+            finally:
+                self._idle.put(worker)
+            with self._lock:
+                if len(self._known) > 100_000:
+                    self._known.clear()
+                self._known[gold, answer] = verdict
+        return self._known[gold, answer]
+
+    def close(self) -> None:
+        self._threads.shutdown()
+        for worker in self._workers:
+            worker.close()
+
+    def __enter__(self) -> "Scorer":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+if __name__ == "__main__":
+    _work()

@@ -1,0 +1,101 @@
+"""prompts -> sampler -> rewards -> Rollouts, and Rollouts -> LearnerBatch."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+
+from fgrpo_jax import distributed, sharding
+from fgrpo_jax.rewards import Scorer
+from fgrpo_jax.structs import LearnerBatch, Prompts, Rollouts, Samples
+from fgrpo_jax.tokenizer import Tokenizer
+
+Collect = Callable[[Any, Prompts, jax.Array], Rollouts]
+
+
+def make_collect(
+    sample: Callable[[Any, jax.Array, jax.Array, jax.Array], Samples],
+    samples: int,
+    tokenizer: Tokenizer,
+    scorer: Scorer,
+    mesh: Mesh,
+) -> Collect:
+    """collect(params, prompts, key) -> Rollouts; params in the `decode` layout.
+
+    Each row's key derives from `key`, the prompt's position and the sample's number, so that a
+    row is the same in any batch and on any mesh.
+    """
+    rows = sharding.activation(mesh, "B")
+
+    @jax.jit
+    def row_keys(key, position_P):
+        prompt_keys = jax.vmap(jax.random.fold_in, (None, 0))(key, position_P)
+        keys = jax.vmap(jax.vmap(jax.random.fold_in, (None, 0)), (0, None))
+        return keys(prompt_keys, jnp.arange(samples)).reshape(-1)
+
+    def collect(params: Any, prompts: Prompts, key: jax.Array) -> Rollouts:
+        position_P = distributed.to_global(prompts.position_P, rows)
+        out = sample(
+            params,
+            distributed.to_global(prompts.tokens_PC, sharding.activation(mesh, "BT")),
+            distributed.to_global(prompts.length_P, rows),
+            row_keys(key, position_P),
+        )
+        out = distributed.to_host(out)
+        real = len(prompts.problems) * samples  # the rest fills up the last batch of a set
+        responses = tuple(
+            tokenizer.decode(tokens[mask])
+            for tokens, mask in zip(out.tokens_BT[:real], out.mask_BT[:real], strict=True)
+        )
+        golds = [problem.answer for problem in prompts.problems for _ in range(samples)]
+        scores = scorer.score(golds, responses)
+        return Rollouts(
+            prompts,
+            out.tokens_BT,
+            out.mask_BT,
+            out.logp_BT,
+            out.finished_B,
+            np.array([s.reward for s in scores], np.float32).reshape(-1, samples),
+            np.array([s.correct for s in scores], np.float32).reshape(-1, samples),
+            responses,
+        )
+
+    return collect
+
+
+def learner_batch(
+    rollouts: Rollouts,
+    advantage_PN: np.ndarray | jax.Array,
+    minibatches: int,
+    microbatches: int,
+    mesh: Mesh,
+) -> LearnerBatch:
+    """The rows of all hosts on the mesh, each split as [minibatches, microbatches, rows]."""
+    samples = rollouts.tokens_BT.shape[0] // rollouts.prompts.tokens_PC.shape[0]
+    tokens_PC, length_P = rollouts.prompts.tokens_PC, rollouts.prompts.length_P
+    prompt_BC = np.repeat(tokens_PC, samples, axis=0)
+    start_B = np.repeat(tokens_PC.shape[1] - length_P, samples)
+    batch = LearnerBatch(
+        tokens_BS=np.concatenate([prompt_BC, rollouts.tokens_BT], axis=1),
+        start_B=start_B,
+        mask_BT=rollouts.mask_BT,
+        advantage_B=np.asarray(advantage_PN).reshape(-1),
+        sampler_logp_BT=rollouts.sampler_logp_BT,
+    )
+    return put_batch(batch, minibatches, microbatches, mesh)
+
+
+def put_batch(
+    batch: LearnerBatch, minibatches: int, microbatches: int, mesh: Mesh
+) -> LearnerBatch:
+    """Splits this host's rows, and lays each microbatch over all devices that share rows."""
+
+    def put(x: np.ndarray) -> jax.Array:
+        x = x.reshape(minibatches, microbatches, -1, *x.shape[1:])
+        axes = "ZZB" if x.ndim == 3 else "ZZBT"
+        return distributed.to_global(x, sharding.activation(mesh, axes))
+
+    return jax.tree.map(put, batch)

@@ -1,0 +1,150 @@
+"""python -m fgrpo_jax.sft --config FILE: a supervised warm start on worked solutions.
+
+Makes a new small Qwen2 model with a byte-level tokenizer, trains it by maximum likelihood of the
+responses with the same model, update and checkpoint code as RL, and writes it as a Hugging Face
+folder.
+"""
+
+import json
+import pathlib
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from ml_collections import ConfigDict
+from rich.console import Console
+
+from fgrpo_jax import UserError, config, metrics, prompts, sharding, weights
+from fgrpo_jax import tokenizer as tokenizers
+from fgrpo_jax.checkpoint import Checkpoints
+from fgrpo_jax.model import DTYPES, Policy
+from fgrpo_jax.optimizer import make_optimizer, make_schedule
+from fgrpo_jax.rollouts import put_batch
+from fgrpo_jax.structs import LearnerBatch
+from fgrpo_jax.tokenizer import Tokenizer
+from fgrpo_jax.update import UpdateSettings, init_state, make_update
+
+CHATML = (
+    "{% for message in messages %}"
+    "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+WORDS = ("user", "assistant", "system", "\\boxed{")
+
+
+def new_folder(c: ConfigDict, folder: pathlib.Path) -> None:
+    """A model-less Hugging Face folder: config.json, and a tokenizer whose tokens are bytes,
+    chat markers and a few words."""
+    from tokenizers import AddedToken, decoders, models, pre_tokenizers
+    from tokenizers import Tokenizer as Backend
+
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    backend = Backend(models.BPE({letter: i for i, letter in enumerate(letters)}, []))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens([AddedToken(t, special=True, normalized=False) for t in SPECIAL])
+    backend.add_tokens([AddedToken(word, normalized=False) for word in WORDS])
+    size = backend.get_vocab_size()
+    eos = backend.token_to_id("<|im_end|>")
+    folder.mkdir(parents=True, exist_ok=True)
+    backend.save(str(folder / "tokenizer.json"))
+    tokenizer_config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": "<|im_end|>",
+        "pad_token": "<|endoftext|>",
+        "clean_up_tokenization_spaces": False,
+        "chat_template": CHATML,
+    }
+    model_config = {
+        "architectures": ["Qwen2ForCausalLM"],
+        "model_type": "qwen2",
+        "hidden_act": "silu",
+        "vocab_size": -(-size // 16) * 16,  # divides among up to 16 devices
+        "hidden_size": c.sft.width,
+        "num_hidden_layers": c.sft.layers,
+        "num_attention_heads": c.sft.heads,
+        "num_key_value_heads": c.sft.kv_heads,
+        "intermediate_size": c.sft.feed_forward,
+        "max_position_embeddings": 512,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 10000.0,
+        "tie_word_embeddings": True,
+        "use_sliding_window": False,
+        "bos_token_id": None,
+        "eos_token_id": eos,
+        "pad_token_id": backend.token_to_id("<|endoftext|>"),
+    }
+    for name, content in (
+        ("tokenizer_config.json", tokenizer_config),
+        ("config.json", model_config),
+        ("generation_config.json", {"eos_token_id": eos}),
+    ):
+        (folder / name).write_text(json.dumps(content, indent=1) + "\n")
+
+
+def worked_batch(c: ConfigDict, examples: prompts.Prompts, tokenizer: Tokenizer) -> LearnerBatch:
+    """Prompts and worked solutions as rows whose advantage is 1; the stop token is trained."""
+    worked = tokenizer.encode([problem.worked for problem in examples.problems])
+    rows, T = len(worked), c.rollout.max_response
+    tokens_BT = np.zeros((rows, T), np.int32)
+    mask_BT = np.zeros((rows, T), bool)
+    for row, ids in enumerate(worked):
+        ids = [*ids, tokenizer.stop_ids[0]]
+        if len(ids) > T:
+            raise UserError(
+                f"a worked solution has {len(ids)} tokens: raise rollout.max_response above {T}"
+            )
+        tokens_BT[row, : len(ids)] = ids
+        mask_BT[row, : len(ids)] = True
+    return LearnerBatch(
+        tokens_BS=np.concatenate([examples.tokens_PC, tokens_BT], axis=1),
+        start_B=examples.tokens_PC.shape[1] - examples.length_P,
+        mask_BT=mask_BT,
+        advantage_B=np.ones(rows, np.float32),
+        sampler_logp_BT=np.zeros((rows, T), np.float32),
+    )
+
+
+def train(c: ConfigDict, workdir: pathlib.Path, console: Console) -> None:
+    """Writes the trained checkpoint to sft.out."""
+    if not c.sft.out:
+        raise UserError("sft.out is empty: give the folder of the new checkpoint")
+    if c.data.source.partition(":")[0] != "arithmetic":
+        raise UserError(f"data.source is {c.data.source}: only arithmetic has worked solutions")
+    config.claim_workdir(c, workdir)
+    folder = workdir / "start"
+    new_folder(c, folder)
+    tokenizer = tokenizers.load(folder)
+    policy = Policy(weights.model_config(folder), DTYPES[c.model.dtype](), tokens=tokenizer.size)
+    mesh = sharding.make_mesh(*config.check_mesh(c, jax.device_count()))
+    examples = prompts.load(c, c.data.source, "train", tokenizer)
+    optimizer = make_optimizer(c.optim)
+    settings = UpdateSettings("sft", 0.0, 0.0, 0.0, 1.0, 1, c.learn.logit_chunk)
+    update = make_update(policy, optimizer, make_schedule(c.optim), settings)
+    with (
+        jax.set_mesh(mesh),
+        Checkpoints(workdir / "checkpoints", c.checkpoint.keep) as checkpoints,
+        metrics.Bar(c.sft.steps, 0, console) as bar,
+    ):
+        init = jax.jit(policy.init)
+        state = init_state(init(jax.random.key(c.seed)), optimizer, mesh)
+        state = checkpoints.restore(state) or state
+        log = metrics.Journal(workdir / "metrics.jsonl", int(state.step))
+        for step in range(int(state.step), c.sft.steps):
+            part = prompts.batch_at(examples, step, c.sft.rows, c.seed, slice(None))
+            batch = put_batch(worked_batch(c, part, tokenizer), 1, 1, mesh)
+            state, numbers = update(state, batch)
+            record = {"step": step + 1} | jax.device_get(numbers)
+            log.write(record)
+            bar.show(step + 1, record)
+            if step + 1 == c.sft.steps or (step + 1) % c.checkpoint.every == 0:
+                checkpoints.save(state, step + 1)
+        weights.export(pathlib.Path(c.sft.out), state.params, folder)
+
+
+if __name__ == "__main__":
+    from fgrpo_jax.main import run
+
+    sys.exit(run(train, "Supervised warm start.", sys.argv[1:]))

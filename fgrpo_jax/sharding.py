@@ -1,0 +1,113 @@
+"""The mesh and its tables: how each parameter and each activation lies on the devices.
+
+Axes: `replica` copies the state, `fsdp` shares rows, parameters and optimizer state, `tp` shares
+heads and features. Weights keep Hugging Face's [out, in] order, a leading L where layers are
+stacked. The only file that holds a PartitionSpec.
+"""
+
+import re
+from typing import Any
+
+import jax
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+
+from fgrpo_jax import UserError
+
+AXES = ("replica", "fsdp", "tp")
+ROWS = ("replica", "fsdp")
+
+PARAMS = (  # path, axes
+    (r"(embed_tokens|lm_head)/weight", (("tp", "fsdp"), None)),  # VD; split both ways it would
+    # be rematerialised in full by XLA
+    (r"self_attn/[qkv]_proj/weight", (None, "tp", None, "fsdp")),  # LQHD, LKHD
+    (r"self_attn/[qkv]_proj/bias", (None, "tp", None)),  # LQH, LKH
+    (r"self_attn/o_proj/weight", (None, "fsdp", "tp", None)),  # LDQH
+    (r"mlp/(gate|up)_proj/weight", (None, "tp", "fsdp")),  # LFD
+    (r"mlp/down_proj/weight", (None, "fsdp", "tp")),  # LDF
+    (r"layers/(input|post_attention)_layernorm/weight", (None, None)),  # LD
+    (r"norm/weight", (None,)),  # D
+)
+
+ACTIVATIONS = {
+    "BD": (ROWS, None),
+    "BTD": (ROWS, None, None),
+    "BTF": (ROWS, None, "tp"),
+    "BTQH": (ROWS, None, "tp", None),
+    "BKSH": (ROWS, "tp", None, None),
+    "LBKSH": (None, ROWS, "tp", None, None),
+    "BV": (ROWS, "tp"),
+    "BTV": (ROWS, None, "tp"),
+    "B": (ROWS,),
+    "BT": (ROWS, None),
+    "ZZB": (None, None, ROWS),  # Z: minibatches, microbatches
+    "ZZBT": (None, None, ROWS, None),
+}
+
+
+def make_mesh(replica: int, fsdp: int, tp: int) -> Mesh:
+    """All devices as (replica, fsdp, tp), with axes that XLA propagates (Auto)."""
+    return jax.make_mesh((replica, fsdp, tp), AXES, axis_types=(AxisType.Auto,) * 3)
+
+
+def constrain(x: jax.Array, axes: str) -> jax.Array:
+    """x laid out as ACTIVATIONS says on the mesh of jax.set_mesh; without one, x as it is."""
+    if jax.sharding.get_abstract_mesh().empty:
+        return x
+    return jax.lax.with_sharding_constraint(x, PartitionSpec(*ACTIVATIONS[axes]))
+
+
+def constrain_state(tree: Any) -> Any:
+    """Params, gradients or a whole state in the `train` layout of jax.set_mesh's mesh."""
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty:
+        return tree
+    return jax.lax.with_sharding_constraint(tree, state_shardings(mesh, tree))
+
+
+def activation(mesh: Mesh, axes: str) -> NamedSharding:
+    return NamedSharding(mesh, PartitionSpec(*ACTIVATIONS[axes]))
+
+
+def replicated(mesh: Mesh | AbstractMesh) -> NamedSharding:
+    return NamedSharding(mesh, PartitionSpec())
+
+
+def path_name(path: tuple[Any, ...]) -> str:
+    """jax.tree_util's key path as "layers/self_attn/q_proj/weight"."""
+    return jax.tree_util.keystr(path, simple=True, separator="/")
+
+
+def state_shardings(mesh: Mesh | AbstractMesh, tree: Any, layout: str = "train") -> Any:
+    """A sharding for each leaf of params, or of any state whose paths end in a parameter's.
+
+    layout: "train" (fsdp x tp), or "decode" (tp only, so that no weight is gathered while
+    decoding). Scalars are replicated. Raises ValueError for an array without a rule, UserError
+    for one whose axes the mesh does not divide.
+    """
+
+    def rule(path: tuple[Any, ...], leaf: Any) -> NamedSharding:
+        name = path_name(path)
+        if not leaf.shape:
+            return replicated(mesh)
+        for pattern, axes in PARAMS:
+            if re.search(rf"(^|/){pattern}$", name) and len(axes) == len(leaf.shape):
+                break
+        else:
+            raise ValueError(
+                f"parameter {name} of shape {leaf.shape} has no rule in sharding.PARAMS: add one"
+            )
+        if layout == "decode":
+            axes = tuple("tp" if axis is not None and "tp" in axis else None for axis in axes)
+        for size, axis in zip(leaf.shape, axes, strict=True):
+            names = (axis,) if isinstance(axis, str) else axis or ()
+            shards = 1
+            for mesh_axis in names:
+                shards *= mesh.shape[mesh_axis]
+            if size % shards:
+                raise UserError(
+                    f"parameter {name} of shape {leaf.shape}: {size} is not a multiple of "
+                    f"{' x '.join(names)} = {shards}; choose other mesh.fsdp and mesh.tp"
+                )
+        return NamedSharding(mesh, PartitionSpec(*axes))
+
+    return jax.tree_util.tree_map_with_path(rule, tree)

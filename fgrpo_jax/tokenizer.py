@@ -1,0 +1,81 @@
+"""Text to token ids and back, by the checkpoint's own tokenizer, chat template and stop ids."""
+
+import dataclasses
+import json
+import pathlib
+from collections.abc import Sequence
+from typing import Any
+
+from fgrpo_jax import UserError
+
+
+@dataclasses.dataclass(frozen=True)
+class Tokenizer:
+    """The tokenizer of a Hugging Face folder."""
+
+    backend: Any  # transformers' fast tokenizer
+    stop_ids: tuple[int, ...]  # of tokenizer, config and generation_config together
+    size: int  # ids known, 0 to size - 1; a model's vocabulary may have more rows
+
+    def render(self, text: str, system: str = "") -> str:
+        """The chat prompt of one user message, up to where the assistant begins."""
+        messages = [{"role": "system", "content": system}] if system else []
+        messages.append({"role": "user", "content": text})
+        return self.backend.apply_chat_template(
+            messages, tokenize=False, add_generation_prompt=True
+        )
+
+    def encode(self, texts: Sequence[str]) -> list[list[int]]:
+        """Ids of rendered texts: nothing is added, since the template has written all."""
+        if not texts:
+            return []
+        return self.backend(list(texts), add_special_tokens=False)["input_ids"]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of a response without its stop token."""
+        ids = [int(i) for i in ids]
+        if ids and ids[-1] in self.stop_ids:
+            ids = ids[:-1]
+        return self.backend.decode(ids, clean_up_tokenization_spaces=False)
+
+
+def load(folder: pathlib.Path) -> Tokenizer:
+    """The tokenizer of a folder; UserError where it is missing or has no chat template."""
+    from transformers import PreTrainedTokenizerFast  # seconds to import
+
+    if not (folder / "tokenizer.json").exists():
+        raise UserError(f"{folder} has no tokenizer.json: give model.path a Hugging Face folder")
+    try:
+        # Not AutoTokenizer: for model type qwen2 it puts Qwen's own splitting rules in place of
+        # those in tokenizer.json.
+        backend = PreTrainedTokenizerFast.from_pretrained(folder)
+    except Exception as error:
+        raise UserError(f"the tokenizer in {folder} cannot be read: {error}") from error
+    if not backend.chat_template:
+        raise UserError(
+            f"the tokenizer in {folder} has no chat template: add chat_template to its "
+            "tokenizer_config.json, or take the Instruct model's tokenizer files"
+        )
+    return Tokenizer(backend, _stop_ids(folder, backend.eos_token_id), len(backend))
+
+
+def _stop_ids(folder: pathlib.Path, eos: int | None) -> tuple[int, ...]:
+    ids = [] if eos is None else [eos]
+    for name in ("config.json", "generation_config.json"):
+        path = folder / name
+        more = read_json(path).get("eos_token_id") if path.exists() else None
+        ids += more if isinstance(more, list) else [] if more is None else [more]
+    if not ids:
+        raise UserError(f"{folder} names no eos_token_id: add one to its generation_config.json")
+    return tuple(sorted(set(ids)))
+
+
+def read_json(path: pathlib.Path) -> dict[str, Any]:
+    """The object in a JSON file; UserError where it is none."""
+    try:
+        value = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path} cannot be read as JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise UserError(f"{path} must hold a JSON object")
+    return value
