@@ -6,7 +6,7 @@ from fgrpo_jax import config
 def get_config():
     c = config.default()
     c.sft.out = "fgrpo_jax/assets/tiny_arithmetic"
-    c.sft.steps = 600
-    c.optim.lr = 2e-3
+    c.sft.steps = 1500
+    c.optim.lr = 3e-3
     c.checkpoint.every = 300
     return c

@@ -28,7 +28,7 @@ def group_advantage(reward_PN: Float[Array, "P N"], eps: float = 1e-6) -> Float[
     [[0.8659999966621399, -0.8659999966621399, -0.8659999966621399, 0.8659999966621399]]
     """
     samples = reward_PN.shape[1]
-    reward_PN = reward_PN.astype(jnp.promote_types(reward_PN.dtype, jnp.float32))
+    reward_PN = _at_least_float32(reward_PN)
     centred_PN = reward_PN - reward_PN.mean(axis=1, keepdims=True)
     variance_P1 = (centred_PN**2).sum(axis=1, keepdims=True) / max(samples - 1, 1)
     constant_P1 = is_constant(reward_PN)[:, None]
@@ -51,7 +51,7 @@ def success_rate(correct_PN: Float[Array, "P N"]) -> Float[Array, " P"]:
     Args:
         correct_PN: raw correctness, 1 right and 0 wrong: not a shaped reward.
     """
-    return correct_PN.astype(jnp.promote_types(correct_PN.dtype, jnp.float32)).mean(axis=1)
+    return _at_least_float32(correct_PN).mean(axis=1)
 
 
 @functools.partial(jax.jit, static_argnames="gamma")
@@ -76,3 +76,7 @@ def focal_weight(correct_PN: Float[Array, "P N"], gamma: float) -> Float[Array, 
     if gamma < 0:
         raise ValueError(f"gamma is {gamma}: it must be at least 0")
     return (1 - success_rate(correct_PN)) ** gamma
+
+
+def _at_least_float32(x: Array) -> Array:
+    return x if x.dtype == jnp.float64 else x.astype(jnp.float32)

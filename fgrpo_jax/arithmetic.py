@@ -13,8 +13,8 @@ from fgrpo_jax import UserError
 from fgrpo_jax.structs import Problem
 
 KINDS = (
-    "1+1 1-1 1*1 2+1 2-1 2+2 2-2 2*1 3+2 3-2 3+3 3-3 3*1 2*2 4+3 4-3 4+4 4-4 "
-    "1+1+1 1+1-1 1*1+1 1*1-1 2+2-1 2+2+2 2*1+2 2*1-2 3+3-2"
+    "1+1 1-1 1*1 2+1 2-1 2+2 2-2 2*1 3+1 3-1 3+2 3-2 3+3 3-3 3*1 4+2 4-2 4+4 2*2 "
+    "1+1+1 1+1-1 1*1+1 2+1+1 2+2-1 2*1+1 2+2+2"
 ).split()
 HELD_OUT = 8  # one problem in so many belongs to the test split
 

@@ -36,7 +36,7 @@ def default() -> ConfigDict:
     c.data.eval_source = "arithmetic"  # the same forms; arithmetic's held-out problems
     c.data.system = ""  # system message; empty: the chat template's own default
     c.data.instruction = ""  # appended to the user message
-    c.data.max_prompt = 32  # tokens; longer prompts are dropped and counted
+    c.data.max_prompt = 24  # tokens; longer prompts are dropped and counted
 
     c.reward = "math"  # math: the last \boxed{}; exact: the whole response
     c.score = ConfigDict()
@@ -53,7 +53,7 @@ def default() -> ConfigDict:
 
     c.rollout = ConfigDict()
     c.rollout.prompts = 32  # P, prompts a step
-    c.rollout.max_response = 40  # T, tokens
+    c.rollout.max_response = 32  # T, tokens
     c.rollout.temperature = 1.0  # above 0; divides the training log-probabilities too
     c.rollout.chunk = 64  # decode steps between two looks of the host
 

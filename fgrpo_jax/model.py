@@ -72,8 +72,8 @@ class ModelConfig:
 class Cache:
     """Keys and values of columns 0 .. S - 1; keys are rotated."""
 
-    k_LBKSH: Float[Array, "L B K S H"]
-    v_LBKSH: Float[Array, "L B K S H"]
+    k_LBKSH: Any
+    v_LBKSH: Any
 
 
 class Linear(nn.Module):
@@ -152,12 +152,12 @@ class Attention(nn.Module):
         v_BKTH = constrain(v.swapaxes(1, 2), "BKSH")
         own_mask, cached_mask = masks
         sources = [(k_BKTH, v_BKTH, own_mask)]
-        if cached is not None:  # the cache is only read here; Policy.write stores the new rows
-            sources.append((cached.k_LBKSH, cached.v_LBKSH, cached_mask))  # one layer of it
+        if cached is not None:  # only read here; Policy.decode writes the new rows
+            sources.append((*cached, cached_mask))
         out_BTQH = constrain(attend(q, sources), "BTQH")
         o_shape = (c.width, c.heads, c.head_size)
         out_BTD = Linear("BTQH,DQH->BTD", o_shape, name="o_proj")(out_BTQH)
-        return out_BTD, Cache(k_BKTH, v_BKTH)
+        return out_BTD, (k_BKTH, v_BKTH)
 
 
 class MLP(nn.Module):
@@ -204,7 +204,7 @@ class Qwen2(nn.Module):
     keep_rows: bool
 
     @nn.compact
-    def __call__(self, token_BT, cache, position_BT, masks):
+    def __call__(self, token_BT, cached, position_BT, masks):
         c = self.config
         weight_VD = Embedding((c.vocab, c.width), name="embed_tokens")()
         x_BTD = constrain(weight_VD[token_BT].astype(self.dtype), "BTD")
@@ -215,7 +215,7 @@ class Qwen2(nn.Module):
             split_rngs={"params": True},
             in_axes=(0, nn.broadcast, nn.broadcast),
             length=c.layers,
-        )(c, self.keep_rows, name="layers")(x_BTD, cache, position_BT, masks)
+        )(c, self.keep_rows, name="layers")(x_BTD, cached, position_BT, masks)
         x_BTD = RMSNorm(c.rms_eps, name="norm")(x_BTD)
         if not c.tied:
             Embedding((c.vocab, c.width), name="lm_head")()
@@ -252,7 +252,8 @@ class Policy:
         self, params: Any, token_BT: Int[Array, "B T"], start_B: Int[Array, " B"]
     ) -> tuple[Float[Array, "B T D"], Cache]:
         """The same, with the cache of these T columns."""
-        return self._forward(params, token_BT, start_B, 0, None, keep_rows=True)
+        hidden_BTD, rows = self._forward(params, token_BT, start_B, 0, None, keep_rows=True)
+        return hidden_BTD, Cache(*rows)
 
     def decode(
         self,
@@ -265,14 +266,13 @@ class Policy:
         """One token a row at `column`, reading the cache before it; returns the cache with its
         row written. One write after the layer scan: carrying the cache through the scan would
         copy all of it every token."""
-        hidden_BTD, row = self._forward(
+        hidden_BTD, (k_LBK1H, v_LBK1H) = self._forward(
             params, token_B[:, None], start_B, column, cache, keep_rows=True
         )
         write = functools.partial(
             jax.lax.dynamic_update_slice_in_dim, start_index=column, axis=3
         )
-        cache = Cache(write(cache.k_LBKSH, row.k_LBKSH), write(cache.v_LBKSH, row.v_LBKSH))
-        return hidden_BTD[:, 0], cache
+        return hidden_BTD[:, 0], Cache(write(cache.k_LBKSH, k_LBK1H), write(cache.v_LBKSH, v_LBK1H))
 
     def _forward(self, params, token_BT, start_B, column, cache, keep_rows):
         column_T = column + jnp.arange(token_BT.shape[1])
@@ -288,8 +288,9 @@ class Policy:
             )
         position_BT = jnp.maximum(column_T[None] - start_B[:, None], 0)
         module = Qwen2(self.config, self.dtype, self.remat, keep_rows)
+        cached = None if cache is None else (cache.k_LBKSH, cache.v_LBKSH)
         return module.apply(
-            {"params": params}, token_BT, cache, position_BT, (own_BTT, cached_BTS)
+            {"params": params}, token_BT, cached, position_BT, (own_BTT, cached_BTS)
         )
 
     def logits(self, params: Any, hidden: Array, temperature: float) -> Array:

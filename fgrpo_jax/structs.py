@@ -5,7 +5,9 @@ from typing import Any
 
 import numpy as np
 from flax import struct
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Bool, Float, Int
+
+Leaf = Any  # an array, or what a tree map puts in its place, as a sharding
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,10 +34,10 @@ class Prompts:
 class Samples:
     """What the sampler returns; column t is the t-th response token."""
 
-    tokens_BT: Int[Array, "B T"]
-    mask_BT: Bool[Array, "B T"]  # true on every sampled token, the stop token included
-    logp_BT: Float[Array, "B T"]  # of the sampled token, under the distribution sampled from
-    finished_B: Bool[Array, " B"]  # a stop token was sampled
+    tokens_BT: Leaf  # int32 [B, T]
+    mask_BT: Leaf  # bool [B, T], true on every sampled token, the stop token included
+    logp_BT: Leaf  # float32 [B, T], of the token, under the distribution sampled from
+    finished_B: Leaf  # bool [B], a stop token was sampled
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,13 +56,13 @@ class Rollouts:
 
 @struct.dataclass
 class LearnerBatch:
-    """Rows of a step, split as [minibatches, microbatches, rows] before the axes named here."""
+    """Rows of a step; on the devices split as [minibatches, microbatches, rows] for B."""
 
-    tokens_BS: Int[Array, "*split S"]  # prompt (left-padded) and response
-    start_B: Int[Array, "*split"]  # column of the first real token
-    mask_BT: Bool[Array, "*split T"]  # response tokens that are trained
-    advantage_B: Float[Array, "*split"]  # focal weight applied
-    sampler_logp_BT: Float[Array, "*split T"]
+    tokens_BS: Leaf  # int32 [B, S], prompt (left-padded) and response
+    start_B: Leaf  # int32 [B], column of the first real token
+    mask_BT: Leaf  # bool [B, T], response tokens that are trained
+    advantage_B: Leaf  # float32 [B], focal weight applied
+    sampler_logp_BT: Leaf  # float32 [B, T]
 
 
 @struct.dataclass
@@ -69,4 +71,4 @@ class TrainState:
 
     params: Any  # float32 master weights
     opt_state: Any
-    step: Int[Array, ""]  # rollout steps done
+    step: Leaf  # int32 [], rollout steps done

@@ -1,0 +1,138 @@
+import importlib.util
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import qwen2_folder
+from conftest import DATA, tiny_config
+
+from fgrpo_jax import UserError, sharding, weights
+from fgrpo_jax.model import MASKED, Cache, ModelConfig, Policy
+
+GOLDEN = np.load(DATA / "golden_logits.npz")
+TORCH = importlib.util.find_spec("torch") is not None
+
+
+def our_logits(folder, ids, start):
+    policy = Policy(weights.model_config(folder))
+    params = weights.load(folder, policy, sharding.make_mesh(1, 8, 1))
+    hidden = policy.hidden(params, jnp.asarray(ids, jnp.int32), jnp.asarray(start, jnp.int32))
+    return np.asarray(policy.logits(params, hidden, 1.0))
+
+
+def close(ours, theirs, start):
+    for row, first in enumerate(start):
+        np.testing.assert_allclose(ours[row, first:], theirs[row, first:], rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("variant", qwen2_folder.VARIANTS)
+def test_logits_equal_transformers(variant, tmp_path):
+    config = qwen2_folder.hf_config(**qwen2_folder.VARIANTS[variant])
+    ids, start = qwen2_folder.tokens()
+    # widths that divide by eight devices
+    ours = our_logits(qwen2_folder.write(tmp_path, config), ids, start)
+    close(ours, GOLDEN[variant], start)
+    if TORCH:
+        close(ours, qwen2_folder.torch_logits(tmp_path, ids, start), start)
+
+
+def test_left_padding_changes_nothing(policy, params):
+    ids = jax.random.randint(jax.random.key(1), (3, 7), 0, 48)
+    plain = policy.hidden(params, ids, jnp.zeros(3, jnp.int32))
+    padded = jnp.concatenate([jnp.full((3, 5), 11), ids], axis=1)
+    shifted = policy.hidden(params, padded, jnp.full(3, 5))
+    np.testing.assert_allclose(shifted[:, 5:], plain, rtol=1e-5, atol=1e-5)
+    other = padded.at[:, :5].set(23)  # what stands in the padding does not matter either
+    np.testing.assert_array_equal(policy.hidden(params, other, jnp.full(3, 5))[:, 5:], shifted[:, 5:])
+
+
+def test_a_row_of_padding_alone_is_finite(policy, params):
+    hidden = policy.hidden(params, jnp.zeros((1, 4), jnp.int32), jnp.full(1, 4))
+    assert np.isfinite(hidden).all()
+
+
+def test_decode_equals_the_full_forward(policy, params):
+    ids = jax.random.randint(jax.random.key(2), (2, 9), 0, 48)
+    start = jnp.array([0, 2])
+    full = policy.hidden(params, ids, start)
+    hidden, cache = policy.prefill(params, ids[:, :4], start)
+    np.testing.assert_allclose(hidden[0], full[0, :4], rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(hidden[1, 2:], full[1, 2:4], rtol=1e-5, atol=1e-5)
+    cache = jax.tree.map(lambda x: jnp.pad(x, [(0, 0)] * 3 + [(0, 5), (0, 0)]), cache)
+    for column in range(4, 9):
+        hidden, cache = policy.decode(params, ids[:, column], start, jnp.int32(column), cache)
+        np.testing.assert_allclose(hidden, full[:, column], rtol=1e-5, atol=1e-5)
+
+
+def test_unwritten_cache_is_never_read(policy, params):
+    ids = jnp.array([[5, 6, 7]])
+    start = jnp.zeros(1, jnp.int32)
+    _, cache = policy.prefill(params, ids, start)
+    outs = []
+    for filler in (0.0, 1e3):
+        room = jax.tree.map(
+            lambda x, f=filler: jnp.pad(x, [(0, 0)] * 3 + [(0, 4), (0, 0)], constant_values=f), cache
+        )
+        outs.append(policy.decode(params, jnp.array([9]), start, jnp.int32(3), room)[0])
+    np.testing.assert_array_equal(*outs)
+
+
+def test_gradient_of_remat_is_the_same(params):
+    ids = jax.random.randint(jax.random.key(3), (2, 6), 0, 48)
+
+    def loss(params, remat):
+        return Policy(tiny_config(), remat=remat).hidden(params, ids, jnp.zeros(2, jnp.int32)).sum()
+
+    plain, remat = (jax.grad(loss)(params, remat) for remat in (False, True))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4), plain, remat)
+
+
+def test_rows_that_the_tokenizer_does_not_know_are_masked(params):
+    policy = Policy(tiny_config(), tokens=40)
+    logits = policy.logits(params, jnp.ones((1, 32)), 1.0)
+    assert (np.asarray(logits)[:, 40:] == MASKED).all() and (np.asarray(logits)[:, :40] > -100).all()
+
+
+def test_bfloat16_is_near(policy, params):
+    ids = jax.random.randint(jax.random.key(4), (2, 6), 0, 48)
+    start = jnp.zeros(2, jnp.int32)
+    half = Policy(tiny_config(), jnp.bfloat16)
+    hidden = half.hidden(params, ids, start)
+    assert hidden.dtype == jnp.bfloat16 and half.logits(params, hidden, 1.0).dtype == jnp.float32
+    np.testing.assert_allclose(
+        hidden.astype(jnp.float32), policy.hidden(params, ids, start), atol=0.1
+    )
+
+
+def test_cache_is_written_only_at_its_column(policy, params):
+    zeros = jnp.zeros((2, 1, 2, 6, 8))
+    _, cache = policy.decode(
+        params, jnp.array([3]), jnp.zeros(1, jnp.int32), jnp.int32(2), Cache(zeros, zeros)
+    )
+    written = np.abs(np.asarray(cache.k_LBKSH)).sum((0, 1, 2, 4))
+    assert (written > 0).tolist() == [False, False, True, False, False, False]
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"model_type": "llama"}, "model_type 'llama': it must be qwen2"),
+        ({"use_sliding_window": True}, "use_sliding_window"),
+        ({"hidden_act": "gelu"}, "hidden_act"),
+        ({"rope_scaling": {"type": "yarn"}}, "RoPE"),
+        ({"hidden_size": None}, "has no hidden_size"),
+    ],
+)
+def test_what_is_not_computed_is_refused(change, message):
+    config = qwen2_folder.hf_config(**change)
+    config = {key: value for key, value in config.items() if value is not None}
+    with pytest.raises(UserError, match=message):
+        ModelConfig.from_hugging_face(config)
+
+
+def test_rope_theta_in_either_place():
+    old = ModelConfig.from_hugging_face(qwen2_folder.hf_config(rope_theta=5e5))
+    new = qwen2_folder.hf_config(rope_parameters={"rope_type": "default", "rope_theta": 5e5})
+    del new["rope_theta"]
+    assert old == ModelConfig.from_hugging_face(new)
