@@ -18,10 +18,12 @@ class Checkpoints:
 
     def __init__(self, folder: pathlib.Path, keep: int):
         self.folder = folder
-        logging.getLogger("absl").setLevel(logging.ERROR)  # orbax reports each save in a dozen lines
-        policies = ocp.training.preservation_policies
+        logging.getLogger("absl").setLevel(
+            logging.ERROR
+        )  # orbax reports each save in a dozen lines
+        policies: Any = ocp.training.preservation_policies
         self._store = ocp.training.Checkpointer(
-            folder.absolute(),
+            str(folder.absolute()),
             preservation_policy=policies.LatestN(keep),
             cleanup_tmp_directories=True,
         )
@@ -68,6 +70,6 @@ class Checkpoints:
 def checksums(tree: Any) -> dict[str, int]:
     """CRC-32 of each leaf's bytes."""
     return {
-        sharding.path_name(path): zlib.crc32(np.ascontiguousarray(distributed.whole(leaf)))
+        sharding.path_name(path): zlib.crc32(np.ascontiguousarray(distributed.whole(leaf)).data)
         for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
     }

@@ -12,26 +12,38 @@ from ml_collections import ConfigDict, config_dict
 
 from fgrpo_jax import UserError
 
+Config = Any  # a locked ConfigDict whose attributes are the keys of default()
+
 ALGORITHMS = {  # algo.name -> the published (clip_low, clip_high, dual_clip); 0 is no dual clip
     "grpo": (0.2, 0.2, 3.0),
     "dapo": (0.2, 0.28, 3.0),  # clip-higher
     "cispo": (1.0, 5.0, 0.0),  # ScaleRL's bounds: importance weights in [0, 6]
 }
+POSITIVE = (
+    "steps algo.group_size rollout.prompts rollout.max_response rollout.chunk "
+    "rollout.temperature learn.minibatch learn.microbatch learn.epochs learn.logit_chunk "
+    "data.max_prompt score.workers score.timeout checkpoint.every checkpoint.keep eval.samples "
+    "eval.problems optim.lr optim.clip_norm mesh.replica mesh.tp sft.steps sft.rows"
+).split()
+NOT_NEGATIVE = (
+    "seed algo.focal_gamma algo.clip_low algo.clip_high algo.dual_clip optim.warmup "
+    "optim.weight_decay eval.every eval.temperature sft.slips"
+).split()
 MAY_CHANGE = ("steps", "checkpoint.every", "checkpoint.keep", "eval.every", "score.workers")
 
 
-def default() -> ConfigDict:
+def default() -> Config:
     """Every key of a run. A config file says only what differs."""
-    c = ConfigDict()
+    c = _section()
     c.seed = 0  # of every random key: samples, data order, initial weights
     c.steps = 200  # rollout steps in the run
 
-    c.model = ConfigDict()
+    c.model = _section()
     c.model.path = "embedded:tiny_arithmetic"  # Hugging Face folder, or embedded:NAME
     c.model.dtype = "auto"  # of computation: float32, bfloat16; auto: bfloat16, on CPU float32
     c.model.remat = "none"  # recomputed in the backward pass: none, or full (each whole layer)
 
-    c.data = ConfigDict()
+    c.data = _section()
     c.data.source = "arithmetic"  # arithmetic[:KINDS], or jsonl:PATH with "problem" and "answer"
     c.data.eval_source = "arithmetic"  # the same forms; arithmetic's held-out problems
     c.data.system = ""  # system message; empty: the chat template's own default
@@ -39,11 +51,11 @@ def default() -> ConfigDict:
     c.data.max_prompt = 24  # tokens; longer prompts are dropped and counted
 
     c.reward = "math"  # math: the last \boxed{}; exact: the whole response
-    c.score = ConfigDict()
+    c.score = _section()
     c.score.workers = 2  # processes that judge answers
     c.score.timeout = 5.0  # seconds of wall time an answer, after which it is wrong
 
-    c.algo = ConfigDict()
+    c.algo = _section()
     c.algo.name = "grpo"  # grpo, dapo or cispo
     c.algo.group_size = 8  # N, samples a prompt
     c.algo.focal_gamma = 0.5  # exponent of the focal weight (1 - success rate) ** gamma; 0: off
@@ -51,19 +63,19 @@ def default() -> ConfigDict:
     c.algo.clip_high = config_dict.placeholder(float)  # ratio kept below 1 + high; None: published
     c.algo.dual_clip = config_dict.placeholder(float)  # loss bound c |A| at A < 0; 0: none
 
-    c.rollout = ConfigDict()
+    c.rollout = _section()
     c.rollout.prompts = 32  # P, prompts a step
     c.rollout.max_response = 32  # T, tokens
     c.rollout.temperature = 1.0  # above 0; divides the training log-probabilities too
     c.rollout.chunk = 64  # decode steps between two looks of the host
 
-    c.learn = ConfigDict()
+    c.learn = _section()
     c.learn.minibatch = 32  # prompts an optimizer update
     c.learn.microbatch = 256  # rows of a minibatch in memory at a time
     c.learn.epochs = 1  # passes over the rollouts of a step
     c.learn.logit_chunk = 512  # response tokens whose logits are in memory at a time
 
-    c.optim = ConfigDict()
+    c.optim = _section()
     c.optim.lr = 1e-6  # after warm-up, constant
     c.optim.warmup = 15  # optimizer updates, linear from 0
     c.optim.b1 = 0.9  # AdamW's decay of the first moment
@@ -71,25 +83,26 @@ def default() -> ConfigDict:
     c.optim.weight_decay = 0.01  # AdamW, decoupled
     c.optim.clip_norm = 1.0  # bound on the gradient's global norm
 
-    c.mesh = ConfigDict()
+    c.mesh = _section()
     c.mesh.replica = 1  # copies of the whole sharded state, for slow links
     c.mesh.fsdp = -1  # devices that share rows, parameters and optimizer; -1: all that are left
     c.mesh.tp = 1  # devices that share each layer's heads and features
 
-    c.checkpoint = ConfigDict()
+    c.checkpoint = _section()
     c.checkpoint.every = 50  # steps; the last step is always saved
     c.checkpoint.keep = 2  # newest checkpoints that stay on disk
 
-    c.eval = ConfigDict()
+    c.eval = _section()
     c.eval.every = 50  # steps between evaluations; 0: only before and after
     c.eval.samples = 16  # n of pass@k, k = 1, 2, 4 ... n
     c.eval.problems = 256  # held-out problems, the first of eval_source
     c.eval.temperature = 1.0  # 0: greedy
 
-    c.sft = ConfigDict()
+    c.sft = _section()
     c.sft.out = ""  # folder of the new checkpoint
     c.sft.steps = 600  # optimizer updates
     c.sft.rows = 96  # worked solutions an update
+    c.sft.slips = 0.0  # share of worked solutions whose result has a wrong digit
     c.sft.layers = 2  # L of the new model
     c.sft.width = 96  # D
     c.sft.heads = 4  # Q
@@ -98,7 +111,11 @@ def default() -> ConfigDict:
     return c.lock()
 
 
-def keys(c: ConfigDict, prefix: str = "") -> dict[str, Any]:
+def _section() -> Config:
+    return ConfigDict()
+
+
+def keys(c: Config, prefix: str = "") -> dict[str, Any]:
     """The config flattened: "algo.focal_gamma" -> value."""
     flat = {}
     for name, value in c.items():
@@ -110,7 +127,7 @@ def keys(c: ConfigDict, prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-def load(path: str, overrides: Sequence[str] = ()) -> ConfigDict:
+def load(path: str, overrides: Sequence[str] = ()) -> Config:
     """The config of a file's get_config(), with overrides "a.b=value" applied, validated.
 
     Raises UserError with one sentence for an unreadable file, an unknown or mistyped key, or
@@ -122,7 +139,7 @@ def load(path: str, overrides: Sequence[str] = ()) -> ConfigDict:
     return validate(c)
 
 
-def _from_file(path: str) -> ConfigDict:
+def _from_file(path: str) -> Config:
     if not pathlib.Path(path).is_file():
         raise UserError(f"config file {path} does not exist: give --config a Python file")
     spec = importlib.util.spec_from_file_location("fgrpo_jax_config_file", path)
@@ -152,7 +169,7 @@ def _nearest(key: str) -> str:
     return f"; did you mean {close[0]!r}?" if close else "; config.default() lists them all"
 
 
-def _override(c: ConfigDict, text: str) -> None:
+def _override(c: Config, text: str) -> None:
     key, equals, value = text.partition("=")
     if not equals:
         raise UserError(f"--config.{text} has no value: write --config.{key}=VALUE")
@@ -169,7 +186,7 @@ def _override(c: ConfigDict, text: str) -> None:
         raise UserError(f"config key {key} takes {kind.__name__}, not {value!r}") from None
 
 
-def validate(c: ConfigDict) -> ConfigDict:
+def validate(c: Config) -> Config:
     """Fills algo's bounds from the method's published ones; UserError on what cannot work."""
 
     def need(condition: bool, sentence: str) -> None:
@@ -186,17 +203,9 @@ def validate(c: ConfigDict) -> ConfigDict:
         if c.algo[key] is None:
             c.algo[key] = published
     flat = keys(c)
-    for key in (
-        "steps algo.group_size rollout.prompts rollout.max_response rollout.chunk "
-        "learn.minibatch learn.microbatch learn.epochs learn.logit_chunk data.max_prompt "
-        "score.workers score.timeout checkpoint.every checkpoint.keep eval.samples eval.problems "
-        "optim.lr optim.clip_norm rollout.temperature mesh.replica mesh.tp sft.steps sft.rows"
-    ).split():
+    for key in POSITIVE:
         need(flat[key] > 0, f"{key} is {flat[key]}: it must be above 0")
-    for key in (
-        "seed algo.focal_gamma algo.clip_low algo.clip_high algo.dual_clip optim.warmup "
-        "optim.weight_decay eval.every eval.temperature"
-    ).split():
+    for key in NOT_NEGATIVE:
         need(flat[key] >= 0, f"{key} is {flat[key]}: it must not be below 0")
     need(c.mesh.fsdp > 0 or c.mesh.fsdp == -1, "mesh.fsdp must be above 0, or -1 for all devices")
     for key, values in (
@@ -237,7 +246,7 @@ def validate(c: ConfigDict) -> ConfigDict:
     return c
 
 
-def check_mesh(c: ConfigDict, devices: int) -> tuple[int, int, int]:
+def check_mesh(c: Config, devices: int) -> tuple[int, int, int]:
     """(replica, fsdp, tp) on so many devices; UserError where mesh or batch do not divide."""
     replica, fsdp, tp = c.mesh.replica, c.mesh.fsdp, c.mesh.tp
     if fsdp == -1:
@@ -261,7 +270,7 @@ def check_mesh(c: ConfigDict, devices: int) -> tuple[int, int, int]:
     return replica, fsdp, tp
 
 
-def claim_workdir(c: ConfigDict, workdir: pathlib.Path) -> None:
+def claim_workdir(c: Config, workdir: pathlib.Path) -> None:
     """Writes workdir/config.json, or checks that the one there is of the same run.
 
     Raises UserError naming the keys that differ, but for those that may (MAY_CHANGE).

@@ -19,7 +19,7 @@ def _ratio(logp: Array, old_logp: Array) -> Array:
 def ppo_clip(
     logp_BT: Float[Array, "B T"],
     old_logp_BT: Float[Array, "B T"],
-    advantage_BT: Float[Array, "B #T"],
+    advantage_BT: Float[Array, " B #T"],
     clip_low: float = 0.2,
     clip_high: float = 0.2,
     dual_clip: float = 3.0,
@@ -52,7 +52,7 @@ def ppo_clip(
 def cispo(
     logp_BT: Float[Array, "B T"],
     old_logp_BT: Float[Array, "B T"],
-    advantage_BT: Float[Array, "B #T"],
+    advantage_BT: Float[Array, " B #T"],
     clip_low: float = 1.0,
     clip_high: float = 5.0,
 ) -> Float[Array, "B T"]:
@@ -71,7 +71,7 @@ def cispo(
 
 
 def policy_gradient(
-    logp_BT: Float[Array, "B T"], advantage_BT: Float[Array, "B #T"]
+    logp_BT: Float[Array, "B T"], advantage_BT: Float[Array, " B #T"]
 ) -> Float[Array, "B T"]:
     """REINFORCE: loss = -A logp. With A = 1, maximum likelihood.
 
@@ -84,7 +84,7 @@ def policy_gradient(
 def is_clipped(
     logp_BT: Float[Array, "B T"],
     old_logp_BT: Float[Array, "B T"],
-    advantage_BT: Float[Array, "B #T"],
+    advantage_BT: Float[Array, " B #T"],
     clip_low: float,
     clip_high: float,
 ) -> Bool[Array, "B T"]:

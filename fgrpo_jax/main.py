@@ -7,12 +7,12 @@ import sys
 import warnings
 from collections.abc import Callable, Sequence
 
-from ml_collections import ConfigDict
 from rich.console import Console
 
 from fgrpo_jax import UserError, config
+from fgrpo_jax.config import Config
 
-Job = Callable[[ConfigDict, pathlib.Path, Console], object]
+Job = Callable[[Config, pathlib.Path, Console], object]
 
 
 def run(job: Job, description: str, argv: Sequence[str]) -> int:
@@ -38,7 +38,7 @@ def run(job: Job, description: str, argv: Sequence[str]) -> int:
     return 0
 
 
-def _train(c: ConfigDict, workdir: pathlib.Path, console: Console) -> object:
+def _train(c: Config, workdir: pathlib.Path, console: Console) -> object:
     from fgrpo_jax import distributed, train  # after the config is known to be good
 
     distributed.start()

@@ -213,7 +213,7 @@ class Qwen2(nn.Module):
             layer,
             variable_axes={"params": 0},
             split_rngs={"params": True},
-            in_axes=(0, nn.broadcast, nn.broadcast),
+            in_axes=(0, nn.broadcast, nn.broadcast),  # pyright: ignore[reportArgumentType]
             length=c.layers,
         )(c, self.keep_rows, name="layers")(x_BTD, cached, position_BT, masks)
         x_BTD = RMSNorm(c.rms_eps, name="norm")(x_BTD)
@@ -269,12 +269,10 @@ class Policy:
         hidden_BTD, (k_LBK1H, v_LBK1H) = self._forward(
             params, token_B[:, None], start_B, column, cache, keep_rows=True
         )
-        write = functools.partial(
-            jax.lax.dynamic_update_slice_in_dim, start_index=column, axis=3
-        )
+        write = functools.partial(jax.lax.dynamic_update_slice_in_dim, start_index=column, axis=3)
         return hidden_BTD[:, 0], Cache(write(cache.k_LBKSH, k_LBK1H), write(cache.v_LBKSH, v_LBK1H))
 
-    def _forward(self, params, token_BT, start_B, column, cache, keep_rows):
+    def _forward(self, params, token_BT, start_B, column, cache, keep_rows) -> tuple[Array, Any]:
         column_T = column + jnp.arange(token_BT.shape[1])
         own_BTT = (column_T[None, None] <= column_T[None, :, None]) & (
             column_T[None, None] >= start_B[:, None, None]
@@ -283,13 +281,11 @@ class Policy:
         if cache is not None:
             column_S = jnp.arange(cache.k_LBKSH.shape[3])
             seen_BS = (column_S[None] >= start_B[:, None]) & (column_S < column)[None]
-            cached_BTS = jnp.broadcast_to(
-                seen_BS[:, None], (*token_BT.shape, column_S.shape[0])
-            )
+            cached_BTS = jnp.broadcast_to(seen_BS[:, None], (*token_BT.shape, column_S.shape[0]))
         position_BT = jnp.maximum(column_T[None] - start_B[:, None], 0)
         module = Qwen2(self.config, self.dtype, self.remat, keep_rows)
         cached = None if cache is None else (cache.k_LBKSH, cache.v_LBKSH)
-        return module.apply(
+        return module.apply(  # pyright: ignore[reportReturnType]
             {"params": params}, token_BT, cached, position_BT, (own_BTT, cached_BTS)
         )
 

@@ -25,7 +25,7 @@ def pass_at_k(correct_P: Int[np.ndarray, " P"], samples: int, k: int) -> Float[n
     correct_P = np.asarray(correct_P)
     if not 1 <= k <= samples:
         raise ValueError(f"pass@{k} cannot be estimated from {samples} samples a problem")
-    if correct_P.size and not (0 <= correct_P.min() and correct_P.max() <= samples):
+    if correct_P.size and not (correct_P.min() >= 0 and correct_P.max() <= samples):
         raise ValueError(f"counts of right samples must lie in 0 .. {samples}")
     tail_N = np.arange(1, samples + 1, dtype=np.float64)
     miss_N = np.maximum(1 - k / tail_N, 0)  # 0 where fewer than k samples are wrong

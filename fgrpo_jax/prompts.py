@@ -7,24 +7,25 @@ from collections.abc import Iterator
 
 import grain
 import numpy as np
-from ml_collections import ConfigDict
 
 from fgrpo_jax import UserError, arithmetic
+from fgrpo_jax.config import Config
 from fgrpo_jax.structs import Problem, Prompts
 from fgrpo_jax.tokenizer import Tokenizer
 
 ARITHMETIC = 16_384  # problems of the embedded task's train split; each kind has its share
 
 
-def read(source: str, split: str) -> list[Problem]:
+def read(source: str, split: str, slips: float) -> list[Problem]:
     """The problems of a source: arithmetic[:KINDS], or jsonl:PATH. Raises UserError."""
     kind, _, rest = source.partition(":")
     if kind == "arithmetic":
-        return arithmetic.generate(ARITHMETIC, split, rest)
-    problems = []
+        return arithmetic.generate(ARITHMETIC, split, rest, slips=slips)
+    problems, number = [], 0
     try:
         with pathlib.Path(rest).open(encoding="utf-8") as file:
-            for number, line in enumerate(file, 1):
+            for line in file:
+                number += 1
                 if line.strip():
                     row = json.loads(line)
                     text, answer = str(row["problem"]), str(row["answer"])
@@ -67,9 +68,9 @@ class PromptSet:
         )
 
 
-def load(c: ConfigDict, source: str, split: str, tokenizer: Tokenizer) -> PromptSet:
+def load(c: Config, source: str, split: str, tokenizer: Tokenizer) -> PromptSet:
     """The problems of a source, rendered by the chat template; too long ones are dropped."""
-    problems = read(source, split)
+    problems = read(source, split, c.sft.slips)
     tail = f"\n{c.data.instruction}" if c.data.instruction else ""
     texts = [tokenizer.render(problem.text + tail, c.data.system) for problem in problems]
     rows = [

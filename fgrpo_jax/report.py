@@ -62,9 +62,7 @@ def draw(
         (before, GREY, "s", "before"),
         (after, BLUE, "o", "after"),
     ):
-        middle.plot(
-            ks, [result[f"pass@{k}"] for k in ks], marker=marker, color=color, label=name
-        )
+        middle.plot(ks, [result[f"pass@{k}"] for k in ks], marker=marker, color=color, label=name)
     middle.set(xlabel="k", ylabel="pass@k", ylim=(0, 1.02), title="held-out problems")
     middle.set_xscale("log", base=2)
     middle.set_xticks(ks, [str(k) for k in ks])
@@ -74,11 +72,16 @@ def draw(
     places = range(len(kinds))
     right.barh(places, [after["by_kind"][kind] for kind in kinds], color=BLUE, label="after")
     right.barh(
-        places, [before["by_kind"][kind] for kind in kinds], height=0.35, color=ORANGE,
+        places,
+        [before["by_kind"][kind] for kind in kinds],
+        height=0.35,
+        color=ORANGE,
         label="before",
     )
     right.set_yticks(places, kinds, fontsize=7)
-    right.set(xlabel="pass@1", xlim=(0, 1), ylabel="digits of each term", title="by kind of problem")
+    right.set(
+        xlabel="pass@1", xlim=(0, 1), ylabel="digits of each term", title="by kind of problem"
+    )
     right.legend(loc="lower right", fontsize=8)
     figure.savefig(path, dpi=120)
     plt.close(figure)

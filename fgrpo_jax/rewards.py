@@ -17,6 +17,7 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from fractions import Fraction
+from typing import Any
 
 MAX_ANSWER = 400  # characters; a longer answer is wrong
 MEMORY = 4 << 30  # bytes of address space a worker may take
@@ -70,12 +71,10 @@ def math_verdict(gold: str, answer: str) -> bool:
     """math-verify's verdict on two LaTeX answers; only to be called in a worker."""
     from math_verify import LatexExtractionConfig, parse, verify
 
-    boxes = [LatexExtractionConfig(boxed_match_priority=0)]
     # Its own time limits are signals, which the worker's timer makes needless.
-    golds, answers = (
-        parse(rf"\boxed{{{text}}}", boxes, parsing_timeout=None, raise_on_error=False)
-        for text in (gold, answer)
-    )
+    options: Any = {"parsing_timeout": None, "raise_on_error": False}
+    options["extraction_config"] = [LatexExtractionConfig(boxed_match_priority=0)]
+    golds, answers = (parse(rf"\boxed{{{text}}}", **options) for text in (gold, answer))
     return bool(verify(golds, answers, timeout_seconds=None, raise_on_error=False))
 
 

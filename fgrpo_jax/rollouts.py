@@ -88,9 +88,7 @@ def learner_batch(
     return put_batch(batch, minibatches, microbatches, mesh)
 
 
-def put_batch(
-    batch: LearnerBatch, minibatches: int, microbatches: int, mesh: Mesh
-) -> LearnerBatch:
+def put_batch(batch: LearnerBatch, minibatches: int, microbatches: int, mesh: Mesh) -> LearnerBatch:
     """Splits this host's rows, and lays each microbatch over all devices that share rows."""
 
     def put(x: np.ndarray) -> jax.Array:

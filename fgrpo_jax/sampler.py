@@ -38,9 +38,7 @@ class _Loop:
     key_B: Array
 
 
-def sample_token(
-    logits_BV: Float[Array, "B V"], uniform_B: Float[Array, " B"]
-) -> Int[Array, " B"]:
+def sample_token(logits_BV: Float[Array, "B V"], uniform_B: Float[Array, " B"]) -> Int[Array, " B"]:
     """Draws from softmax(logits) by the inverse of its distribution function, on two levels:
     first a block of about sqrt(V) tokens, then a token in it. One number of [0, 1) a row."""
     B, V = logits_BV.shape
@@ -133,8 +131,8 @@ def make_sampler(
         )
         prompt = loop.cache.k_LBKSH.shape[3] - T
         hidden_BD, cache = policy.decode(params, token_B, loop.start_B, prompt + t, loop.cache)
-        return loop.replace(
-            hidden_BD=constrain(hidden_BD, "BD"), cache=cache, samples=samples, t=t + 1
+        return dataclasses.replace(
+            loop, hidden_BD=constrain(hidden_BD, "BD"), cache=cache, samples=samples, t=t + 1
         )
 
     @functools.partial(jax.jit, donate_argnums=1)

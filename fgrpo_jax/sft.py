@@ -10,14 +10,13 @@ import pathlib
 import sys
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from ml_collections import ConfigDict
 from rich.console import Console
 
 from fgrpo_jax import UserError, config, metrics, prompts, sharding, weights
 from fgrpo_jax import tokenizer as tokenizers
 from fgrpo_jax.checkpoint import Checkpoints
+from fgrpo_jax.config import Config
 from fgrpo_jax.model import DTYPES, Policy
 from fgrpo_jax.optimizer import make_optimizer, make_schedule
 from fgrpo_jax.rollouts import put_batch
@@ -34,7 +33,7 @@ SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 WORDS = ("user", "assistant", "system", "\\boxed{")
 
 
-def new_folder(c: ConfigDict, folder: pathlib.Path) -> None:
+def new_folder(c: Config, folder: pathlib.Path) -> None:
     """A model-less Hugging Face folder: config.json, and a tokenizer whose tokens are bytes,
     chat markers and a few words."""
     from tokenizers import AddedToken, decoders, models, pre_tokenizers
@@ -84,7 +83,7 @@ def new_folder(c: ConfigDict, folder: pathlib.Path) -> None:
         (folder / name).write_text(json.dumps(content, indent=1) + "\n")
 
 
-def worked_batch(c: ConfigDict, examples: prompts.Prompts, tokenizer: Tokenizer) -> LearnerBatch:
+def worked_batch(c: Config, examples: prompts.Prompts, tokenizer: Tokenizer) -> LearnerBatch:
     """Prompts and worked solutions as rows whose advantage is 1; the stop token is trained."""
     worked = tokenizer.encode([problem.worked for problem in examples.problems])
     rows, T = len(worked), c.rollout.max_response
@@ -107,7 +106,7 @@ def worked_batch(c: ConfigDict, examples: prompts.Prompts, tokenizer: Tokenizer)
     )
 
 
-def train(c: ConfigDict, workdir: pathlib.Path, console: Console) -> None:
+def train(c: Config, workdir: pathlib.Path, console: Console) -> None:
     """Writes the trained checkpoint to sft.out."""
     if not c.sft.out:
         raise UserError("sft.out is empty: give the folder of the new checkpoint")
@@ -122,14 +121,14 @@ def train(c: ConfigDict, workdir: pathlib.Path, console: Console) -> None:
     examples = prompts.load(c, c.data.source, "train", tokenizer)
     optimizer = make_optimizer(c.optim)
     settings = UpdateSettings("sft", 0.0, 0.0, 0.0, 1.0, 1, c.learn.logit_chunk)
-    update = make_update(policy, optimizer, make_schedule(c.optim), settings)
+    update = make_update(policy, optimizer, make_schedule(c.optim), settings, mesh)
     with (
         jax.set_mesh(mesh),
         Checkpoints(workdir / "checkpoints", c.checkpoint.keep) as checkpoints,
         metrics.Bar(c.sft.steps, 0, console) as bar,
     ):
         init = jax.jit(policy.init)
-        state = init_state(init(jax.random.key(c.seed)), optimizer, mesh)
+        state = init_state(policy, init(jax.random.key(c.seed)), optimizer, mesh)
         state = checkpoints.restore(state) or state
         log = metrics.Journal(workdir / "metrics.jsonl", int(state.step))
         for step in range(int(state.step), c.sft.steps):

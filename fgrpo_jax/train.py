@@ -4,19 +4,18 @@ import contextlib
 import dataclasses
 import json
 import pathlib
-import time
 from collections.abc import Callable
 from typing import Any
 
 import jax
 from jax.sharding import Mesh
-from ml_collections import ConfigDict
 from rich.console import Console
 
 from fgrpo_jax import config, distributed, metrics, prompts, report, rewards, sharding, weights
 from fgrpo_jax import tokenizer as tokenizers
 from fgrpo_jax.advantages import focal_weight, group_advantage
 from fgrpo_jax.checkpoint import Checkpoints
+from fgrpo_jax.config import Config
 from fgrpo_jax.evaluate import make_evaluate
 from fgrpo_jax.model import DTYPES, Policy
 from fgrpo_jax.optimizer import make_optimizer, make_schedule
@@ -40,7 +39,7 @@ class Parts:
     mesh: Mesh
 
 
-def train(c: ConfigDict, workdir: pathlib.Path, console: Console) -> dict[str, Any]:
+def train(c: Config, workdir: pathlib.Path, console: Console) -> dict[str, Any]:
     """Runs, or goes on with, the run of a workdir; returns its summary.
 
     The workdir gets config.json, metrics.jsonl, evals.jsonl and checkpoints/, and at the end
@@ -104,7 +103,7 @@ def train(c: ConfigDict, workdir: pathlib.Path, console: Console) -> dict[str, A
 
 
 def build(
-    c: ConfigDict, workdir: pathlib.Path, console: Console, stack: contextlib.ExitStack
+    c: Config, workdir: pathlib.Path, console: Console, stack: contextlib.ExitStack
 ) -> tuple[Parts, TrainState]:
     """The parts of a run and its state, restored where the workdir has a checkpoint.
 
@@ -113,10 +112,10 @@ def build(
     """
     folder = weights.resolve(c.model.path)
     shape = weights.model_config(folder)
-    weights.read_index(folder)
     mesh = sharding.make_mesh(*config.check_mesh(c, jax.device_count()))
     tokenizer = tokenizers.load(folder)
     policy = Policy(shape, DTYPES[c.model.dtype](), c.model.remat == "full", tokenizer.size)
+    weights.check(folder, policy)
     train_set = prompts.load(c, c.data.source, "train", tokenizer)
     held_out = prompts.load(c, c.data.eval_source, "test", tokenizer)
     config.claim_workdir(c, workdir)
@@ -158,7 +157,7 @@ def build(
     minibatches = size // c.learn.minibatch
     rows = c.learn.minibatch * c.algo.group_size
     microbatches = rows // min(rows, c.learn.microbatch)
-    state = init_state(weights.load(folder, policy, mesh), optimizer, mesh)
+    state = init_state(policy, weights.load(folder, policy, mesh), optimizer, mesh)
     return Parts(
         prompts_at=lambda step: prompts.batch_at(train_set, step, size, c.seed, share),
         decode_params=weights.make_decode_params(policy, mesh),
@@ -166,7 +165,7 @@ def build(
         split=lambda rollouts, adv_PN: learner_batch(
             rollouts, adv_PN, minibatches, microbatches, mesh
         ),
-        update=make_update(policy, optimizer, make_schedule(c.optim), settings),
+        update=make_update(policy, optimizer, make_schedule(c.optim), settings, mesh),
         evaluate=evaluate,
         checkpoints=checkpoints,
         mesh=mesh,

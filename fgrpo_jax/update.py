@@ -32,11 +32,23 @@ class UpdateSettings:
     logit_chunk: int  # response tokens whose logits are in memory at a time
 
 
-def init_state(params: Any, optimizer: optax.GradientTransformation, mesh: Mesh) -> TrainState:
-    """The state before the first step; takes over params. Optimizer state lies as its weights."""
-    fresh = lambda params: TrainState(params, optimizer.init(params), jnp.int32(0))
-    shardings = sharding.state_shardings(mesh, jax.eval_shape(fresh, params))
-    return jax.jit(fresh, out_shardings=shardings, donate_argnums=0)(params)
+def init_state(
+    policy: Policy, params: Any, optimizer: optax.GradientTransformation, mesh: Mesh
+) -> TrainState:
+    """The state before the first step."""
+    layout = _layout(policy, optimizer, mesh)
+    return jax.jit(functools.partial(_fresh, optimizer), out_shardings=layout)(params)
+
+
+def _fresh(optimizer: optax.GradientTransformation, params: Any) -> TrainState:
+    return TrainState(params, optimizer.init(params), jnp.int32(0))
+
+
+def _layout(policy: Policy, optimizer: optax.GradientTransformation, mesh: Mesh) -> TrainState:
+    """The state's shardings: optimizer state lies as its weights."""
+    params = jax.eval_shape(policy.init, jax.random.key(0))
+    state = jax.eval_shape(functools.partial(_fresh, optimizer), params)
+    return sharding.state_shardings(mesh, state)
 
 
 def make_update(
@@ -44,6 +56,7 @@ def make_update(
     optimizer: optax.GradientTransformation,
     schedule: optax.Schedule,
     settings: UpdateSettings,
+    mesh: Mesh,
 ) -> Callable[[TrainState, LearnerBatch], tuple[TrainState, Metrics]]:
     """The jitted update(state, batch) -> state, metrics; the state is donated.
 
@@ -112,7 +125,8 @@ def make_update(
             jnp.float32(0),
         )
         (grads, sums, drift), _ = jax.lax.scan(microbatch, zero, (batch, old_logp))
-        with jax.named_scope("optimizer"):
+        # optax multiplies its int32 count by floats, which strict promotion would refuse
+        with jax.named_scope("optimizer"), jax.numpy_dtype_promotion("standard"):
             updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
             params = optax.apply_updates(state.params, updates)
         metrics = {name: total / count for name, total in sums.items()}
@@ -121,9 +135,12 @@ def make_update(
             "grad_norm": optax.tree.norm(grads),
             "lr": jnp.asarray(schedule(_updates_done(state.opt_state)), jnp.float32),
         }
-        return state.replace(params=params, opt_state=opt_state), metrics
+        return dataclasses.replace(state, params=params, opt_state=opt_state), metrics
 
-    @functools.partial(jax.jit, donate_argnums=0)
+    # Pinned, since a state laid out otherwise would compile everything again.
+    layout = _layout(policy, optimizer, mesh)
+
+    @functools.partial(jax.jit, donate_argnums=0, out_shardings=(layout, None))
     def update(state: TrainState, batch: LearnerBatch) -> tuple[TrainState, Metrics]:
         with jax.named_scope("update"):
             old_logp = None
@@ -136,10 +153,8 @@ def make_update(
             epoch = lambda state, _: jax.lax.scan(minibatch, state, (batch, old_logp))
             state, metrics = jax.lax.scan(epoch, state, length=s.epochs)
             worst = {"drift_max"}
-            metrics = {
-                name: x.max() if name in worst else x.mean() for name, x in metrics.items()
-            }
-            return sharding.constrain_state(state.replace(step=state.step + 1)), metrics
+            metrics = {name: x.max() if name in worst else x.mean() for name, x in metrics.items()}
+            return dataclasses.replace(state, step=state.step + 1), metrics
 
     return update
 

@@ -97,7 +97,9 @@ def _read_header(path: pathlib.Path) -> dict[str, Tensor]:
                 begin, end = entry["data_offsets"]
                 dtype, shape = DTYPES[entry["dtype"]], tuple(entry["shape"])
                 if end - begin != math.prod(shape) * dtype.itemsize or begin < 0:
-                    raise UserError(f"checkpoint file {path}: {name} has a wrong size in the header")
+                    raise UserError(
+                        f"checkpoint file {path}: {name} has a wrong size in the header"
+                    )
                 if 8 + length + end > size:
                     raise UserError(
                         f"checkpoint file {path} is truncated: {name} ends at byte "
@@ -130,19 +132,15 @@ def _hf_shape(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
     return shape
 
 
-def load(folder: pathlib.Path, policy: Policy, mesh: Mesh) -> Any:
-    """The folder's params in float32, in the `train` layout of the mesh.
-
-    Raises UserError naming a tensor that is missing, unexpected or of another shape, before any
-    is read.
-    """
+def check(folder: pathlib.Path, policy: Policy) -> dict[str, Tensor]:
+    """The folder's tensors, from headers alone; UserError naming one that is missing,
+    unexpected or of another shape than the policy's."""
     tensors = read_index(folder)
-    shapes = jax.eval_shape(policy.init, jax.random.key(0))
-    layers = policy.config.layers
     expected = {}
-    for path, leaf in jax.tree_util.tree_leaves_with_path(shapes):
+    for path, leaf in jax.tree_util.tree_leaves_with_path(_shapes(policy)):
         name = sharding.path_name(path)
-        expected |= dict.fromkeys(_hf_names(name, layers), _hf_shape(name, leaf.shape))
+        names = _hf_names(name, policy.config.layers)
+        expected |= dict.fromkeys(names, _hf_shape(name, leaf.shape))
     for name, shape in expected.items():
         if name not in tensors:
             raise UserError(f"checkpoint {folder} lacks tensor {name}, which its config.json needs")
@@ -155,16 +153,25 @@ def load(folder: pathlib.Path, policy: Policy, mesh: Mesh) -> Any:
         tied_head = name == "lm_head.weight" and policy.config.tied
         if not tied_head and not name.endswith("rotary_emb.inv_freq"):
             raise UserError(f"checkpoint {folder} has tensor {name}, which Qwen2 has no place for")
+    return tensors
+
+
+def _shapes(policy: Policy) -> Any:
+    return jax.eval_shape(policy.init, jax.random.key(0))
+
+
+def load(folder: pathlib.Path, policy: Policy, mesh: Mesh) -> Any:
+    """The folder's params in float32, in the `train` layout of the mesh. Raises as `check`."""
+    tensors = check(folder, policy)
+    shapes = _shapes(policy)
 
     def leaf(path: tuple[Any, ...], shape: jax.ShapeDtypeStruct, target) -> jax.Array:
         name = sharding.path_name(path)
-        sources = [tensors[hf_name] for hf_name in _hf_names(name, layers)]
+        sources = [tensors[hf_name] for hf_name in _hf_names(name, policy.config.layers)]
         stacked = name.startswith("layers/")
-        places: dict[tuple, list[jax.Device]] = {}
+        places: dict[tuple, list[Any]] = {}
         for device, index in target.addressable_devices_indices_map(shape.shape).items():
-            bounds = tuple(
-                s.indices(size)[:2] for s, size in zip(index, shape.shape, strict=True)
-            )
+            bounds = tuple(s.indices(size)[:2] for s, size in zip(index, shape.shape, strict=True))
             places.setdefault(bounds, []).append(device)
         arrays = []
         for bounds, devices in places.items():
@@ -178,9 +185,7 @@ def load(folder: pathlib.Path, policy: Policy, mesh: Mesh) -> Any:
             jax.block_until_ready(arrays[-1])  # frees the shard before the next is read
         return jax.make_array_from_single_device_arrays(shape.shape, target, arrays)
 
-    return jax.tree_util.tree_map_with_path(
-        leaf, shapes, sharding.state_shardings(mesh, shapes)
-    )
+    return jax.tree_util.tree_map_with_path(leaf, shapes, sharding.state_shardings(mesh, shapes))
 
 
 def _read_slice(
@@ -204,9 +209,8 @@ def _read_slice(
 def make_decode_params(policy: Policy, mesh: Mesh) -> Callable[[Any], Any]:
     """The jitted decode_params(params): a copy in the `decode` layout and the compute dtype, so
     that no weight is gathered or cast inside the decode loop."""
-    shapes = jax.eval_shape(policy.init, jax.random.key(0))
     cast = lambda params: jax.tree.map(lambda x: x.astype(policy.dtype), params)
-    return jax.jit(cast, out_shardings=sharding.state_shardings(mesh, shapes, "decode"))
+    return jax.jit(cast, out_shardings=sharding.state_shardings(mesh, _shapes(policy), "decode"))
 
 
 def export(folder: pathlib.Path, params: Any, like: pathlib.Path) -> None:

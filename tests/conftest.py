@@ -40,9 +40,7 @@ def policy() -> Policy:
 @pytest.fixture(scope="session")
 def params(policy):
     """Random weights, scaled so that distributions are far from flat; norms stay 1."""
-    return jax.tree.map(
-        lambda x: jax.numpy.where(x == 1, x, x * 8), policy.init(jax.random.key(0))
-    )
+    return jax.tree.map(lambda x: jax.numpy.where(x == 1, x, x * 8), policy.init(jax.random.key(0)))
 
 
 @pytest.fixture(scope="session")

@@ -84,7 +84,9 @@ def torch_logits(folder, ids, start):
     import torch
     from transformers import Qwen2ForCausalLM
 
-    model = Qwen2ForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+    model = Qwen2ForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="eager"
+    )
     columns = np.arange(ids.shape[1])[None]
     mask = torch.tensor(columns >= start[:, None]).long()
     position = torch.tensor(np.maximum(columns - start[:, None], 0))

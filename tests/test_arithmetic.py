@@ -19,12 +19,25 @@ def test_kinds_say_digits_and_operations():
         sizes = re.findall(r"\d", problem.kind)
         terms = re.findall(r"\d+", problem.text)
         assert re.sub(r"\d", "", problem.kind) == re.sub(r"\d", "", problem.text)
-        assert all(len(t) <= int(s) for t, s in zip(terms, sizes, strict=True))
+        assert all(len(t) == int(s) for t, s in zip(terms, sizes, strict=True))
 
 
 def test_held_out_problems_are_never_trained_on():
     train, test = ({p.text for p in arithmetic.generate(8000, s)} for s in ("train", "test"))
     assert len(train) > 1000 and len(test) > 200 and not train & test
+
+
+def test_tables_are_held_out_of_the_test_split():
+    assert not {p.kind for p in arithmetic.generate(99, "test")} & set(arithmetic.TABLES)
+    asked = arithmetic.generate(99, "test", "1+1")
+    assert {p.kind for p in asked} == {"1+1"} and len({p.text for p in asked}) > 30
+
+
+def test_slips_are_in_the_worked_solution_alone():
+    clean, slipped = (arithmetic.generate(2000, "train", slips=s) for s in (0.0, 0.3))
+    differ = [a.worked != b.worked for a, b in zip(clean, slipped, strict=True)]
+    assert [p.answer for p in clean] == [p.answer for p in slipped]
+    assert 0.2 < sum(differ) / 2000 < 0.33  # one digit in ten is put in place of itself
 
 
 def test_pure_in_its_arguments():

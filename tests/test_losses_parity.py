@@ -63,7 +63,9 @@ def test_value_and_gradient(case, dtype, tolerance):
 def test_advantage(dtype, tolerance):
     (case,) = [c for c in FILE["cases"] if (c["peer"], c["name"]) == ("verl", "adv/grpo")]
     with jax.enable_x64(dtype == "float64"):
-        rewards = jnp.array(FILE["inputs"]["rewards"], dtype).reshape(-1, FILE["inputs"]["group_size"])
+        rewards = jnp.array(FILE["inputs"]["rewards"], dtype).reshape(
+            -1, FILE["inputs"]["group_size"]
+        )
         mask = np.array(FILE["inputs"]["mask"])
         # verl lays it over the tokens
         advantage = np.asarray(group_advantage(rewards)).reshape(-1, 1) * mask

@@ -44,7 +44,9 @@ def test_left_padding_changes_nothing(policy, params):
     shifted = policy.hidden(params, padded, jnp.full(3, 5))
     np.testing.assert_allclose(shifted[:, 5:], plain, rtol=1e-5, atol=1e-5)
     other = padded.at[:, :5].set(23)  # what stands in the padding does not matter either
-    np.testing.assert_array_equal(policy.hidden(params, other, jnp.full(3, 5))[:, 5:], shifted[:, 5:])
+    np.testing.assert_array_equal(
+        policy.hidden(params, other, jnp.full(3, 5))[:, 5:], shifted[:, 5:]
+    )
 
 
 def test_a_row_of_padding_alone_is_finite(policy, params):
@@ -72,7 +74,8 @@ def test_unwritten_cache_is_never_read(policy, params):
     outs = []
     for filler in (0.0, 1e3):
         room = jax.tree.map(
-            lambda x, f=filler: jnp.pad(x, [(0, 0)] * 3 + [(0, 4), (0, 0)], constant_values=f), cache
+            lambda x, f=filler: jnp.pad(x, [(0, 0)] * 3 + [(0, 4), (0, 0)], constant_values=f),
+            cache,
         )
         outs.append(policy.decode(params, jnp.array([9]), start, jnp.int32(3), room)[0])
     np.testing.assert_array_equal(*outs)
@@ -91,7 +94,9 @@ def test_gradient_of_remat_is_the_same(params):
 def test_rows_that_the_tokenizer_does_not_know_are_masked(params):
     policy = Policy(tiny_config(), tokens=40)
     logits = policy.logits(params, jnp.ones((1, 32)), 1.0)
-    assert (np.asarray(logits)[:, 40:] == MASKED).all() and (np.asarray(logits)[:, :40] > -100).all()
+    assert (np.asarray(logits)[:, 40:] == MASKED).all() and (
+        np.asarray(logits)[:, :40] > -100
+    ).all()
 
 
 def test_bfloat16_is_near(policy, params):

@@ -7,7 +7,6 @@ import time
 
 import pytest
 
-from fgrpo_jax import rewards
 from fgrpo_jax.rewards import Scorer, boxed_answer, quick_verdict
 
 
@@ -158,5 +157,3 @@ def test_workers_load_no_jax():
     code = "import sys, fgrpo_jax.rewards; print('jax' in sys.modules, 'numpy' in sys.modules)"
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert out.stdout.split()[0] == "False"
-
-

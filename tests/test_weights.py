@@ -30,7 +30,10 @@ def test_import_of_export_is_the_same_bit_for_bit(variant, tmp_path):
     params = load(start)
     weights.export(tmp_path / "out", params, start)
     equal(load(tmp_path / "out"), params)
-    theirs, ours = load_file(start / "model.safetensors"), load_file(tmp_path / "out/model.safetensors")
+    theirs, ours = (
+        load_file(start / "model.safetensors"),
+        load_file(tmp_path / "out/model.safetensors"),
+    )
     assert theirs.keys() == ours.keys()
     equal(ours, theirs)
 
@@ -185,9 +188,7 @@ def test_memory_above_the_model_stays_under_two_shards(tmp_path):
     block = random.randn(8192 * 1024).astype(jax.numpy.bfloat16)
     tensors = {
         name: block[: value.size].reshape(value.shape)
-        for name, value in qwen2_folder.random_tensors(
-            config | {"num_hidden_layers": 1}
-        ).items()
+        for name, value in qwen2_folder.random_tensors(config | {"num_hidden_layers": 1}).items()
     }
     layer = {k: v for k, v in tensors.items() if ".layers.0." in k}
     for i in range(1, 8):
@@ -198,7 +199,9 @@ def test_memory_above_the_model_stays_under_two_shards(tmp_path):
     )
     grown, model, shard = map(int, out.stdout.split())
     above = (grown - model) / shard
-    print(f"{model >> 20} MiB of model, shards up to {shard >> 20} MiB, {above:.2f} shards above it")
+    print(
+        f"{model >> 20} MiB of model, shards up to {shard >> 20} MiB, {above:.2f} shards above it"
+    )
     assert 0 < above < 2
 
 
@@ -214,7 +217,9 @@ def test_smollm2_equals_transformers():
     theirs = qwen2_folder.torch_logits(folder, ids, start)
     policy = Policy(weights.model_config(folder))
     params = weights.load(folder, policy, sharding.make_mesh(8, 1, 1))
-    hidden = policy.hidden(params, jax.numpy.asarray(ids, np.int32), jax.numpy.asarray(start, np.int32))
+    hidden = policy.hidden(
+        params, jax.numpy.asarray(ids, np.int32), jax.numpy.asarray(start, np.int32)
+    )
     ours = np.asarray(policy.logits(params, hidden, 1.0))
     largest = max(np.abs(ours[i, s:] - theirs[i, s:]).max() for i, s in enumerate(start))
     print(f"largest logit difference {largest:.2e}, largest logit {np.abs(theirs).max():.1f}")

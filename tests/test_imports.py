@@ -1,0 +1,69 @@
+"""The layering of DESIGN: a file imports only from rows above its own, read from the sources."""
+
+import ast
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+import fgrpo_jax
+
+PACKAGE = pathlib.Path(fgrpo_jax.__file__).parent
+ROWS = [
+    "structs sharding distributed config",
+    "advantages losses pass_at_k tokenizer rewards arithmetic",
+    "model optimizer prompts metrics",
+    "weights logprobs sampler checkpoint",
+    "rollouts update",
+    "evaluate report",
+    "train sft",
+    "main",
+]
+ROW = {name: row for row, names in enumerate(ROWS) for name in names.split()}
+LIBRARY = "advantages losses pass_at_k".split()
+
+
+def imports(path):
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module == "fgrpo_jax":
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("fgrpo_jax."):
+            yield node.module.split(".")[1]
+
+
+@pytest.mark.parametrize("path", sorted(PACKAGE.glob("*.py")), ids=lambda p: p.stem)
+def test_rows(path):
+    if path.stem == "__init__":
+        return
+    for name in imports(path):
+        if name in ROW and (path.stem, name) != ("sft", "main"):  # its command line, under __main__
+            assert ROW[name] < ROW[path.stem], f"{path.stem} imports {name}"
+
+
+@pytest.mark.parametrize(
+    "path", sorted((PACKAGE.parent / "configs").glob("*.py")), ids=lambda p: p.stem
+)
+def test_configs_import_only_the_config(path):
+    assert set(imports(path)) == {"config"}
+
+
+def test_the_library_loads_jax_and_numpy_alone():
+    heavy = "flax optax orbax transformers grain math_verify ml_collections tensorflow_datasets"
+    code = (
+        f"import sys, {', '.join(f'fgrpo_jax.{name}' for name in LIBRARY)}\n"
+        f"print([name for name in {heavy.split()} if name in sys.modules])"
+    )
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert out.stdout.strip() == "[]"
+
+
+def test_partition_specs_and_process_indices_have_one_home():
+    for word, home in (("PartitionSpec", "sharding"), ("process_index", "distributed")):
+        homes = {path.stem for path in PACKAGE.glob("*.py") if word in path.read_text()}
+        assert homes == {home}
+
+
+def test_files_are_one_noun():
+    for path in PACKAGE.glob("*.py"):
+        assert len(path.read_text().splitlines()) <= 310, path

@@ -1,0 +1,225 @@
+"""The program as its user runs it: exit codes, sentences, a killed run that goes on."""
+
+import json
+import os
+import pathlib
+import shutil
+import subprocess
+import sys
+import time
+
+import pytest
+import qwen2_folder
+from conftest import CACHE
+
+import fgrpo_jax
+from fgrpo_jax import weights
+
+ROOT = pathlib.Path(fgrpo_jax.__file__).parents[1]
+TINY = weights.EMBEDDED / "tiny_arithmetic"
+SMALL = (
+    "steps=6 checkpoint.every=3 eval.every=0 eval.problems=4 eval.samples=4 rollout.prompts=4 "
+    "algo.group_size=4 learn.minibatch=2 learn.microbatch=4 optim.lr=1e-3 optim.warmup=2 "
+    "rollout.max_response=12 rollout.chunk=6 score.workers=1"
+).split()
+
+
+def command(workdir, *settings, config="configs/tiny_arithmetic_focal.py"):
+    flags = [f"--config.{s}" for s in (*SMALL, *settings)]
+    return [
+        sys.executable,
+        "-m",
+        "fgrpo_jax.main",
+        "--config",
+        config,
+        "--workdir",
+        workdir,
+        *flags,
+    ]
+
+
+ENVIRONMENT = {
+    **os.environ,
+    "JAX_PLATFORMS": "cpu",
+    "JAX_COMPILATION_CACHE_DIR": str(CACHE),
+    "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+}
+
+
+def run(*args, **kwargs):
+    return subprocess.run(
+        command(*args, **kwargs), cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True
+    )
+
+
+def metrics(workdir):
+    timing = {"rollout_s", "update_s", "step_s", "tokens_per_s", "wall_s", "cpu_s"}
+    lines = (workdir / "metrics.jsonl").read_text().splitlines()
+    return [{k: v for k, v in json.loads(line).items() if k not in timing} for line in lines]
+
+
+def checkpoint_sums(workdir, step):
+    from orbax.checkpoint import v1 as ocp
+
+    path = (workdir / "checkpoints" / str(step)).absolute()
+    return ocp.load_checkpointables(path, {"meta": None})["meta"]["checksums"]
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """An uninterrupted run of six steps."""
+    workdir = tmp_path_factory.mktemp("run") / "whole"
+    out = run(workdir)
+    assert out.returncode == 0, out.stderr
+    return workdir, out
+
+
+def test_what_a_run_leaves(whole):
+    workdir, out = whole
+    assert [record["step"] for record in metrics(workdir)] == [1, 2, 3, 4, 5, 6]
+    summary = json.loads((workdir / "summary.json").read_text())
+    assert summary["steps"] == 6 and summary["wall_s"] > 0 and summary["cpu_s"] > 0
+    for when in ("before", "after"):
+        assert {"pass@1", "pass@2", "pass@4"} <= summary[when].keys()
+    assert (workdir / "report.png").read_bytes().startswith(b"\x89PNG")
+    assert json.loads((workdir / "config.json").read_text())["algo.focal_gamma"] == 0.5
+    assert "pass@1" in out.stdout and "before" in out.stdout and "step 6/6" in out.stdout
+    assert not out.stderr, out.stderr
+    weights.read_index(workdir / "policy")
+    assert (workdir / "policy/tokenizer.json").read_bytes() == (
+        TINY / "tokenizer.json"
+    ).read_bytes()
+
+
+def test_a_killed_run_goes_on_bit_for_bit(whole, tmp_path):
+    workdir = tmp_path / "killed"
+    process = subprocess.Popen(
+        command(workdir), cwd=ROOT, env=ENVIRONMENT, stdout=subprocess.DEVNULL
+    )
+    file, deadline = workdir / "metrics.jsonl", time.monotonic() + 200
+    while not (file.exists() and file.read_text().count("\n") >= 4):
+        assert time.monotonic() < deadline and process.poll() is None
+        time.sleep(0.01)
+    process.kill()  # after step 4, one past the checkpoint
+    process.wait()
+    assert not (workdir / "summary.json").exists()
+    out = run(workdir)
+    assert out.returncode == 0, out.stderr
+    assert metrics(workdir) == metrics(whole[0])
+    assert checkpoint_sums(workdir, 6) == checkpoint_sums(whole[0], 6)
+    policies = [(w / "policy/model.safetensors").read_bytes() for w in (workdir, whole[0])]
+    assert policies[0] == policies[1]
+    for when in ("before", "after"):
+        a, b = (json.loads((w / "summary.json").read_text())[when] for w in (workdir, whole[0]))
+        assert a == b
+
+
+def test_a_finished_run_only_reports(whole):
+    before = (whole[0] / "metrics.jsonl").read_bytes()
+    out = run(whole[0])
+    assert out.returncode == 0 and (whole[0] / "metrics.jsonl").read_bytes() == before
+
+
+def test_the_exported_policy_can_be_trained_on(whole, tmp_path):
+    out = run(tmp_path / "next", f"model.path={whole[0] / 'policy'}", "steps=1")
+    assert out.returncode == 0, out.stderr
+    summary = json.loads((tmp_path / "next/summary.json").read_text())
+    old = json.loads((whole[0] / "summary.json").read_text())
+    assert summary["before"]["pass@1"] == old["after"]["pass@1"]
+
+
+def copy_of_tiny(tmp_path):
+    return pathlib.Path(shutil.copytree(TINY, tmp_path / "model"))
+
+
+def truncated(tmp_path):
+    folder = copy_of_tiny(tmp_path)
+    os.truncate(folder / "model.safetensors", 100_000)
+    return [f"model.path={folder}"]
+
+
+def no_template(tmp_path):
+    folder = copy_of_tiny(tmp_path)
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    del config["chat_template"]
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    return [f"model.path={folder}"]
+
+
+def wrong_shape(tmp_path):
+    folder = copy_of_tiny(tmp_path)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "intermediate_size": 100}))
+    return [f"model.path={folder}"]
+
+
+def missing_tensor(tmp_path):
+    folder = copy_of_tiny(tmp_path)
+    config = json.loads((folder / "config.json").read_text())
+    tensors = qwen2_folder.random_tensors(config)
+    del tensors["model.layers.1.self_attn.k_proj.bias"]
+    qwen2_folder.write(folder, config, tensors)
+    return [f"model.path={folder}"]
+
+
+def empty_data(tmp_path):
+    (tmp_path / "empty.jsonl").write_text("\n")
+    return [f"data.source=jsonl:{tmp_path / 'empty.jsonl'}"]
+
+
+@pytest.mark.parametrize(
+    "settings, message",
+    [
+        (["algo.focal_gama=1"], "did you mean 'algo.focal_gamma'"),
+        (["model.path=/nowhere"], "there is no /nowhere/config.json"),
+        (truncated, "model.safetensors is truncated"),
+        (missing_tensor, "lacks tensor model.layers.1.self_attn.k_proj.bias"),
+        (wrong_shape, "mlp.down_proj.weight has shape (96, 384), and config.json needs (96, 100)"),
+        (no_template, "has no chat template"),
+        (empty_data, "empty.jsonl has no problem: it is empty"),
+        (["data.max_prompt=3"], "prompts of arithmetic are longer than data.max_prompt, 3 tokens"),
+        (["mesh.fsdp=3"], "there are 1 devices"),
+    ],
+)
+def test_mistakes_get_one_sentence_and_code_2(tmp_path, settings, message):
+    settings = settings(tmp_path) if callable(settings) else settings
+    out = run(tmp_path / "work", *settings)
+    assert out.returncode == 2, out.stderr
+    assert message in out.stderr and len(out.stderr.strip().splitlines()) == 1
+    assert out.stderr.startswith("error: ")
+    assert not (tmp_path / "work/metrics.jsonl").exists()
+
+
+def test_a_workdir_of_another_config(whole):
+    before = {p: p.read_bytes() for p in whole[0].rglob("*") if p.is_file()}
+    out = run(whole[0], "optim.lr=1e-2")
+    assert out.returncode == 2 and "optim.lr (there 0.001, here 0.01)" in out.stderr
+    assert before == {p: p.read_bytes() for p in whole[0].rglob("*") if p.is_file()}
+
+
+def test_unknown_flags_and_no_config_file(tmp_path):
+    out = subprocess.run(
+        [*command(tmp_path / "w"), "--stesp=3"],
+        cwd=ROOT,
+        env=ENVIRONMENT,
+        capture_output=True,
+        text=True,
+    )
+    assert out.returncode == 2 and "unknown flag --stesp=3" in out.stderr
+    out = run(tmp_path / "w", config="none.py")
+    assert out.returncode == 2 and "none.py does not exist" in out.stderr
+
+
+def test_eight_devices_train_as_one(whole, tmp_path):
+    """fsdp 4 x tp 2: the same samples, and the same losses within float32 rounding."""
+    environment = {**ENVIRONMENT, "JAX_NUM_CPU_DEVICES": "8"}
+    out = subprocess.run(
+        command(tmp_path / "eight", "mesh.tp=2", "steps=3"),
+        cwd=ROOT, env=environment, capture_output=True, text=True,
+    )  # fmt: skip
+    assert out.returncode == 0, out.stderr
+    for one, eight in zip(metrics(whole[0])[:3], metrics(tmp_path / "eight"), strict=True):
+        for name in ("reward", "pass_rate", "response_tokens", "truncated"):
+            assert eight[name] == one[name], name
+        for name in ("loss", "entropy", "grad_norm"):
+            assert eight[name] == pytest.approx(one[name], rel=1e-4, abs=1e-6), name

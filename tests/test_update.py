@@ -1,0 +1,190 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from fgrpo_jax import losses, sharding
+from fgrpo_jax.logprobs import response_logprobs
+from fgrpo_jax.rollouts import put_batch
+from fgrpo_jax.structs import LearnerBatch
+from fgrpo_jax.update import UpdateSettings, init_state, make_update
+
+B, C, T = 16, 4, 6
+SCHEDULE = optax.constant_schedule(1e-3)
+
+
+def settings(**changes):
+    fields = dict(
+        surrogate="grpo", clip_low=0.2, clip_high=0.2, dual_clip=3.0, temperature=0.8, epochs=1,
+        logit_chunk=512,
+    )  # fmt: skip
+    return UpdateSettings(**(fields | changes))
+
+
+def rows(seed=0):
+    random = np.random.RandomState(seed)
+    length = random.randint(1, T + 1, B)
+    return LearnerBatch(
+        tokens_BS=random.randint(8, 48, (B, C + T)).astype(np.int32),
+        start_B=random.randint(0, C, B).astype(np.int32),
+        mask_BT=np.arange(T)[None] < length[:, None],
+        advantage_B=random.randn(B).astype(np.float32),
+        sampler_logp_BT=-np.abs(random.randn(B, T)).astype(np.float32),
+    )
+
+
+def run(policy, params, batch, minis=1, micros=1, mesh=(1, 1, 1), steps=1, **changes):
+    """New params, and the metrics of the last step. One device unless the mesh says more."""
+    optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(SCHEDULE, eps=1e-3))
+    devices = np.array(jax.devices()[: int(np.prod(mesh))]).reshape(mesh)
+    mesh = jax.sharding.Mesh(devices, sharding.AXES)
+    with jax.set_mesh(mesh):
+        state = init_state(policy, params, optimizer, mesh)
+        update = make_update(policy, optimizer, SCHEDULE, settings(**changes), mesh)
+        for _ in range(steps):
+            state, metrics = update(state, put_batch(batch, minis, micros, mesh))
+    return jax.device_get((state, metrics))
+
+
+def same(a, b, rtol=2e-5, atol=2e-6):
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=rtol, atol=atol), a, b)
+
+
+def test_against_the_loss_written_out(policy, params):
+    batch = rows()
+    state, metrics = run(policy, params, batch)
+
+    def loss(params):
+        logp, _ = response_logprobs(
+            policy, params, jnp.asarray(batch.tokens_BS), jnp.asarray(batch.start_B), T, 0.8, 512
+        )
+        surrogate = losses.ppo_clip(
+            logp, jax.lax.stop_gradient(logp), jnp.asarray(batch.advantage_B)[:, None]
+        )
+        return jnp.where(batch.mask_BT, surrogate, 0).sum() / float(batch.mask_BT.sum())
+
+    value, grads = jax.value_and_grad(loss)(params)
+    optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(SCHEDULE, eps=1e-3))
+    with jax.numpy_dtype_promotion("standard"):  # optax's own arithmetic needs it
+        updates, _ = optimizer.update(grads, optimizer.init(params), params)
+    same(state.params, optax.apply_updates(params, updates))
+    np.testing.assert_allclose(metrics["loss"], value, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(metrics["grad_norm"], optax.tree.norm(grads), rtol=1e-5)
+    assert state.step == 1
+
+
+@pytest.mark.parametrize("micros", [2, 4, 16])
+def test_microbatches_change_nothing(policy, params, micros):
+    one, many = (run(policy, params, rows(), micros=m, minis=1) for m in (1, micros))
+    same(one, many)
+
+
+@pytest.mark.parametrize("mesh", [(1, 8, 1), (1, 4, 2), (2, 2, 2), (1, 2, 2)])
+@pytest.mark.parametrize("surrogate", ["grpo", "cispo"])
+def test_devices_change_nothing(policy, params, mesh, surrogate):
+    one = run(policy, params, rows(), minis=2, surrogate=surrogate)
+    many = run(policy, params, rows(), minis=2, mesh=mesh, surrogate=surrogate)
+    same(one, many, rtol=5e-5, atol=5e-6)
+
+
+def test_several_minibatches_are_several_optimizer_updates(policy, params):
+    batch = rows()
+    halves = [jax.tree.map(lambda x, h=h: x[h * 8 : h * 8 + 8], batch) for h in (0, 1)]
+    state, _ = run(policy, params, batch, minis=2)
+    # by hand: the second half's old log-probabilities are those of the first parameters
+    optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(SCHEDULE, eps=1e-3))
+    p, opt_state = params, optimizer.init(params)
+
+    def logprobs(p, half):
+        tokens, start = jnp.asarray(half.tokens_BS), jnp.asarray(half.start_B)
+        return response_logprobs(policy, p, tokens, start, T, 0.8, 512)[0]
+
+    for half in halves:
+        old = logprobs(params, half)
+
+        def loss(p, half=half, old=old):
+            advantage = jnp.asarray(half.advantage_B)[:, None]
+            total, count = losses.token_mean(
+                losses.ppo_clip(logprobs(p, half), old, advantage), jnp.asarray(half.mask_BT)
+            )
+            return total / count
+
+        grads = jax.grad(loss)(p)
+        with jax.numpy_dtype_promotion("standard"):
+            updates, opt_state = optimizer.update(grads, opt_state, p)
+        p = optax.apply_updates(p, updates)
+    same(state.params, p)
+
+
+def test_epochs_repeat_the_batch(policy, params):
+    state, metrics = run(policy, params, rows(), epochs=3)
+    counts = optax.tree.get_all_with_path(state.opt_state, "count")
+    assert all(count == 3 for _, count in counts) and state.step == 1
+    assert metrics["approx_kl"] != 0  # the policy moved away from the one that sampled
+
+
+def test_all_masked_rows_give_no_nan(policy, params):
+    batch = rows()
+    batch = batch.replace(mask_BT=np.zeros_like(batch.mask_BT))
+    state, metrics = run(policy, params, batch)
+    assert all(np.isfinite(x).all() for x in jax.tree.leaves((state, metrics)))
+    assert metrics["loss"] == 0 and metrics["grad_norm"] == 0
+
+
+def test_masked_values_move_nothing(policy, params):
+    batch = rows()
+    hidden = np.concatenate([np.zeros((B, C), bool), ~batch.mask_BT], axis=1)
+    other = batch.replace(
+        tokens_BS=np.where(hidden, 9, batch.tokens_BS).astype(np.int32),
+        sampler_logp_BT=np.where(batch.mask_BT, batch.sampler_logp_BT, -77).astype(np.float32),
+    )
+    same(run(policy, params, batch), run(policy, params, other), rtol=1e-6, atol=1e-7)
+
+
+def test_zero_advantage_moves_only_by_weight_decay(policy, params):
+    batch = rows()
+    _, metrics = run(policy, params, batch.replace(advantage_B=np.zeros(B, np.float32)))
+    assert metrics["grad_norm"] == 0
+
+
+def test_learning_raises_the_likelihood_of_what_was_rewarded(policy, params):
+    batch = rows()
+    batch = batch.replace(advantage_B=np.ones(B, np.float32))
+    _, first = run(policy, params, batch, surrogate="sft")
+    _, last = run(policy, params, batch, surrogate="sft", steps=30)
+    assert last["loss"] < 0.9 * first["loss"]
+
+
+def test_drift_is_measured_on_real_tokens(policy, params):
+    batch = rows()
+    logp, _ = response_logprobs(
+        policy, params, jnp.asarray(batch.tokens_BS), jnp.asarray(batch.start_B), T, 0.8, 512
+    )
+    exact = batch.replace(sampler_logp_BT=np.asarray(logp))
+    assert run(policy, params, exact)[1]["drift_max"] < 1e-5
+    shifted = exact.replace(sampler_logp_BT=np.asarray(logp) - 0.5)
+    _, metrics = run(policy, params, shifted, micros=2)
+    np.testing.assert_allclose(metrics["drift_mean"], 0.5, rtol=1e-4)
+    np.testing.assert_allclose(metrics["drift_max"], 0.5, rtol=1e-4)
+
+
+def test_compiles_once(policy, params):
+    optimizer = optax.adamw(SCHEDULE)
+    mesh = sharding.make_mesh(1, 4, 2)
+    with jax.set_mesh(mesh):
+        state = init_state(policy, params, optimizer, mesh)
+        update = make_update(policy, optimizer, SCHEDULE, settings(), mesh)
+        for seed in range(3):
+            state, _ = update(state, put_batch(rows(seed), 1, 1, mesh))
+        assert update._cache_size() == 1
+
+
+def test_the_state_is_donated(policy, params):
+    optimizer = optax.adamw(SCHEDULE)
+    mesh = sharding.make_mesh(1, 8, 1)
+    with jax.set_mesh(mesh):
+        state = init_state(policy, params, optimizer, mesh)
+        update = make_update(policy, optimizer, SCHEDULE, settings(), mesh)
+        update(state, put_batch(rows(), 1, 1, mesh))
+    assert all(x.is_deleted() for x in jax.tree.leaves(state.params))
