@@ -28,8 +28,8 @@ def generate(
 
     Args:
         split: "train" or "test".
-        slips: share of worked solutions whose result has a wrong digit, as scraped ones would;
-            the gold answers are always right.
+        slips: chance that the worked solution of a six-digit problem ends in a wrong digit, as
+            scraped ones would; it falls to 0 at two digits. Gold answers are always right.
     """
     every = TABLES + KINDS if split == "train" else KINDS
     names = kinds.split(",") if kinds else every
@@ -61,7 +61,7 @@ def _problem(kind: str, split: str, key: str, slips: float) -> Problem:
         terms[i : i + 2] = [{"+": a + b, "-": a - b, "*": a * b}[operations.pop(i)]]
         worked.append("".join(f"{op}{t}" for op, t in zip(["", *operations], terms, strict=True)))
     answer = worked[-1]
-    if draw.random() < slips:
+    if draw.random() < slips * (sum(map(int, digits)) - 2) / 4:
         place = draw.choice([i for i, letter in enumerate(answer) if letter != "-"])
         worked[-1] = answer[:place] + draw.choice("0123456789") + answer[place + 1 :]
     return Problem(text, answer, kind, f"{'='.join(worked)}\n\\boxed{{{worked[-1]}}}")

@@ -27,7 +27,7 @@ POSITIVE = (
 ).split()
 NOT_NEGATIVE = (
     "seed algo.focal_gamma algo.clip_low algo.clip_high algo.dual_clip optim.warmup "
-    "optim.weight_decay eval.every eval.temperature sft.slips"
+    "optim.decay_start optim.weight_decay eval.every eval.temperature sft.slips"
 ).split()
 MAY_CHANGE = ("steps", "checkpoint.every", "checkpoint.keep", "eval.every", "score.workers")
 
@@ -47,10 +47,10 @@ def default() -> Config:
     c.data.source = "arithmetic"  # arithmetic[:KINDS], or jsonl:PATH with "problem" and "answer"
     c.data.eval_source = "arithmetic"  # the same forms; arithmetic's held-out problems
     c.data.system = ""  # system message; empty: the chat template's own default
-    c.data.instruction = ""  # appended to the user message
+    c.data.template = "{problem}"  # the user message; {problem} stands for the problem's text
     c.data.max_prompt = 24  # tokens; longer prompts are dropped and counted
 
-    c.reward = "math"  # math: the last \boxed{}; exact: the whole response
+    c.reward = "math"  # math: the last \boxed{}; number: the last number; exact: all of it
     c.score = _section()
     c.score.workers = 2  # processes that judge answers
     c.score.timeout = 5.0  # seconds of wall time an answer, after which it is wrong
@@ -76,8 +76,10 @@ def default() -> Config:
     c.learn.logit_chunk = 512  # response tokens whose logits are in memory at a time
 
     c.optim = _section()
-    c.optim.lr = 1e-6  # after warm-up, constant
-    c.optim.warmup = 15  # optimizer updates, linear from 0
+    c.optim.lr = 1e-6  # peak learning rate
+    c.optim.warmup = 15  # optimizer updates of linear rise
+    c.optim.decay_start = 0  # optimizer update where a linear fall to 0 begins; 0: none
+    c.optim.decay_end = 0  # optimizer update where the rate reaches 0
     c.optim.b1 = 0.9  # AdamW's decay of the first moment
     c.optim.b2 = 0.999  # and of the second
     c.optim.weight_decay = 0.01  # AdamW, decoupled
@@ -102,7 +104,7 @@ def default() -> Config:
     c.sft.out = ""  # folder of the new checkpoint
     c.sft.steps = 600  # optimizer updates
     c.sft.rows = 96  # worked solutions an update
-    c.sft.slips = 0.0  # share of worked solutions whose result has a wrong digit
+    c.sft.slips = 0.0  # chance that a six-digit worked solution ends in a wrong digit
     c.sft.layers = 2  # L of the new model
     c.sft.width = 96  # D
     c.sft.heads = 4  # Q
@@ -211,9 +213,13 @@ def validate(c: Config) -> Config:
     for key, values in (
         ("model.dtype", ("auto", "float32", "bfloat16")),
         ("model.remat", ("none", "full")),
-        ("reward", ("math", "exact")),
+        ("reward", ("math", "number", "exact")),
     ):
         need(flat[key] in values, f"{key} is {flat[key]!r}: it must be one of {', '.join(values)}")
+    need(
+        "{problem}" in c.data.template,
+        f"data.template is {c.data.template!r}: it must hold {{problem}}",
+    )
     for key in ("data.source", "data.eval_source"):
         kind, _, rest = flat[key].partition(":")
         need(
@@ -236,6 +242,12 @@ def validate(c: Config) -> Config:
         c.rollout.prompts % c.learn.minibatch == 0,
         f"rollout.prompts is {c.rollout.prompts}: it must be a multiple of learn.minibatch, "
         f"{c.learn.minibatch}",
+    )
+    start, end = c.optim.decay_start, c.optim.decay_end
+    need(
+        (start == end == 0) or c.optim.warmup <= start < end,
+        f"optim.decay_start and optim.decay_end are {start} and {end}: the fall must begin after "
+        f"optim.warmup, {c.optim.warmup}, and before it ends",
     )
     rows = c.learn.minibatch * c.algo.group_size
     need(

@@ -6,10 +6,15 @@ from fgrpo_jax.config import Config
 
 
 def make_schedule(optim: Config) -> optax.Schedule:
-    """The learning rate by optimizer update: linear warm-up, then constant."""
-    if not optim.warmup:
-        return optax.constant_schedule(optim.lr)
-    return optax.schedules.linear_schedule(optim.lr / optim.warmup, optim.lr, optim.warmup - 1 or 1)
+    """The learning rate by optimizer updates done: linear rise, constant, linear fall if any.
+
+    The first update already has lr / warmup, so that none is wasted.
+    """
+    rise = optax.linear_schedule(optim.lr / max(optim.warmup, 1), optim.lr, optim.warmup - 1)
+    if not optim.decay_end:
+        return rise
+    fall = optax.linear_schedule(optim.lr, 0.0, optim.decay_end - optim.decay_start)
+    return optax.join_schedules([rise, fall], [optim.decay_start])
 
 
 def make_optimizer(optim: Config) -> optax.GradientTransformation:

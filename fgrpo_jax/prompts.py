@@ -71,8 +71,8 @@ class PromptSet:
 def load(c: Config, source: str, split: str, tokenizer: Tokenizer) -> PromptSet:
     """The problems of a source, rendered by the chat template; too long ones are dropped."""
     problems = read(source, split, c.sft.slips)
-    tail = f"\n{c.data.instruction}" if c.data.instruction else ""
-    texts = [tokenizer.render(problem.text + tail, c.data.system) for problem in problems]
+    users = [c.data.template.replace("{problem}", problem.text) for problem in problems]
+    texts = [tokenizer.render(user, c.data.system) for user in users]
     rows = [
         (problem, ids)
         for problem, ids in zip(problems, tokenizer.encode(texts), strict=True)

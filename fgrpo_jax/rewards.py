@@ -56,6 +56,16 @@ def boxed_answer(response: str) -> str | None:
     return None
 
 
+def last_number(response: str) -> str | None:
+    """The last number of a response, thousands' commas removed, or None.
+
+    >>> last_number("4,000 - 5 is 3,995.")
+    '3995'
+    """
+    numbers = re.findall(r"-?\d[\d,]*(?:\.\d+)?", response)
+    return numbers[-1].replace(",", "") if numbers else None
+
+
 def quick_verdict(gold: str, answer: str) -> bool | None:
     """Equal strings, and two plain numbers compared exactly; None where sympy must look."""
     gold, answer = (re.sub(r"\s+", "", text).strip("$") for text in (gold, answer))
@@ -144,7 +154,8 @@ class Scorer:
     """Scores responses in order, from any thread; a context manager that leaves no process.
 
     Args:
-        reward: "math", the last \\boxed{} by math-verify; "exact", the whole response.
+        reward: "math", the last \\boxed{} by math-verify; "number", the last number; "exact", the
+            whole response.
         workers: processes.
         timeout: seconds an answer; past it the answer is wrong and its process is replaced.
     """
@@ -152,6 +163,7 @@ class Scorer:
     def __init__(self, reward: str, workers: int, timeout: float):
         self._extract: Callable[[str], str | None] = {
             "math": boxed_answer,
+            "number": last_number,
             "exact": lambda response: response.strip() or None,
         }[reward]
         self._sympy = reward == "math"

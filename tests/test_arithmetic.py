@@ -33,11 +33,15 @@ def test_tables_are_held_out_of_the_test_split():
     assert {p.kind for p in asked} == {"1+1"} and len({p.text for p in asked}) > 30
 
 
-def test_slips_are_in_the_worked_solution_alone():
-    clean, slipped = (arithmetic.generate(2000, "train", slips=s) for s in (0.0, 0.3))
-    differ = [a.worked != b.worked for a, b in zip(clean, slipped, strict=True)]
-    assert [p.answer for p in clean] == [p.answer for p in slipped]
-    assert 0.2 < sum(differ) / 2000 < 0.33  # one digit in ten is put in place of itself
+def test_slips_are_in_the_worked_solution_alone_and_grow_with_its_length():
+    for kind, chance in (("3+3", 0.4), ("2+2", 0.2), ("1+1", 0.0)):
+        clean, slipped = (
+            arithmetic.generate(2000, "train", kind, slips=slips) for slips in (0.0, 0.4)
+        )
+        differ = [a.worked != b.worked for a, b in zip(clean, slipped, strict=True)]
+        assert [p.answer for p in clean] == [p.answer for p in slipped]
+        # one digit in ten is put in place of itself; four standard errors are 0.044
+        assert abs(sum(differ) / 2000 - 0.9 * chance) < 0.045
 
 
 def test_pure_in_its_arguments():

@@ -36,9 +36,9 @@ def test_prompts_end_in_the_last_column(tmp_path, tiny):
     assert [p.answer for p in batch.problems] == ["3", "11"]
 
 
-def test_instruction_and_system_are_in_the_prompt(tmp_path, tiny):
-    loaded = load(numbered(tmp_path, 1), tiny, system="S", instruction="I", max_prompt=40)
-    assert tiny.decode(loaded.tokens[0]) == tiny.render("0\nI", "S")
+def test_template_and_system_are_in_the_prompt(tmp_path, tiny):
+    loaded = load(numbered(tmp_path, 1), tiny, system="S", template="{problem}? {}", max_prompt=40)
+    assert tiny.decode(loaded.tokens[0]) == tiny.render("0? {}", "S")
 
 
 def test_long_prompts_are_dropped_and_counted(tmp_path, tiny):

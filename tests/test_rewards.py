@@ -110,6 +110,21 @@ def test_long_answers_are_wrong(scorer):
     assert infos(scorer, ["1"], ["1+" * 300 + "1"]) == ["wrong"]
 
 
+@pytest.mark.parametrize(
+    "response, answer",
+    [
+        ("6 + 7 = 13", "13"),
+        ("13.", "13"),
+        ("it is -3, no: -4", "-4"),
+        ("about 1,234.50 dollars", "1234.50"),
+        ("none", None),
+        ("", None),
+    ],
+)
+def test_last_number(response, answer):
+    assert rewards.last_number(response) == answer
+
+
 def test_exact():
     with Scorer("exact", workers=1, timeout=1.0) as scorer:
         scores = scorer.score(["7"] * 5, ["7", " 7\n", "7.0", "7 apples", ""])

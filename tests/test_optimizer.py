@@ -1,0 +1,34 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from fgrpo_jax import config
+from fgrpo_jax.optimizer import make_optimizer, make_schedule
+
+
+def rates(updates, **changes):
+    c = config.default()
+    c.optim.update({"lr": 0.8, **changes})
+    return [float(make_schedule(c.optim)(i)) for i in updates]
+
+
+def test_warm_up():
+    assert rates(range(6), warmup=4) == pytest.approx([0.2, 0.4, 0.6, 0.8, 0.8, 0.8])
+    assert rates([0, 5], warmup=0) == rates([0, 5], warmup=1) == pytest.approx([0.8, 0.8])
+
+
+def test_decay():
+    out = rates([0, 1, 9, 10, 12, 14, 99], warmup=2, decay_start=10, decay_end=14)
+    assert out == pytest.approx([0.4, 0.8, 0.8, 0.8, 0.4, 0, 0])
+
+
+def test_adamw_by_hand():
+    c = config.default()
+    c.optim.update({"lr": 0.1, "warmup": 0, "weight_decay": 0.5, "clip_norm": 1.0})
+    optimizer = make_optimizer(c.optim)
+    params = jnp.array([1.0, 2.0])
+    # norm 5 is clipped to 1; the first step of Adam is the sign, whatever the size
+    with jax.numpy_dtype_promotion("standard"):
+        updates, _ = optimizer.update(jnp.array([3.0, -4.0]), optimizer.init(params), params)
+    np.testing.assert_allclose(updates, [-0.1 * (1 + 0.5), -0.1 * (-1 + 1.0)], atol=1e-6)
