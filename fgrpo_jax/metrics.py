@@ -14,6 +14,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.progress import TimeRemainingColumn as TimeLeft
 
+from fgrpo_jax import distributed
+from fgrpo_jax.rewards import VERDICTS
 from fgrpo_jax.structs import Rollouts
 
 
@@ -29,11 +31,15 @@ def rollout_metrics(rollouts: Rollouts) -> dict[str, float]:
         "groups_all_right": float((rate_P == 1).mean()),
         "response_tokens": float(length_B.mean()),
         "truncated": float(1 - rollouts.finished_B.mean()),  # no stop token within the limit
+        **{f"verdict/{name}": rollouts.verdicts.count(name) for name in VERDICTS},
     }
 
 
 class Journal:
-    """A JSON Lines file of records that each have a "step"; appended to, and cut on resume."""
+    """A JSON Lines file of records that each have a "step"; appended to, and cut on resume.
+
+    The main process writes; the others only remember.
+    """
 
     def __init__(self, path: pathlib.Path, step: int):
         """Keeps the records up to `step`: those after it will be written again."""
@@ -47,6 +53,8 @@ class Journal:
                     break  # the line that a killed process was writing
                 if record["step"] <= step:
                     self.records.append(record)
+        if not distributed.is_main():
+            return
         partial = path.with_name(path.name + ".partial")
         partial.write_text("".join(json.dumps(record) + "\n" for record in self.records))
         os.replace(partial, path)
@@ -57,6 +65,8 @@ class Journal:
             for name, value in record.items()
         }
         self.records.append(record)
+        if not distributed.is_main():
+            return
         with self.path.open("a") as file:
             file.write(json.dumps(record) + "\n")
 

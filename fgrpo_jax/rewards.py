@@ -1,10 +1,12 @@
 """Verdicts on answers, from worker processes that can be killed.
 
-`python -m fgrpo_jax.rewards` is a worker: it reads one JSON task a line and answers each with one
-line. A task that outlasts its limit is ended by the kernel (an interval timer with the default
-action), however deep in C code it hangs, and whether or not the parent still lives. No jax here.
+`python -m fgrpo_jax.rewards` is a worker: it says "ready", then reads one JSON task a line and
+answers each with one line. A task that outlasts its limit is ended by the kernel (an interval
+timer with the default action), however deep in C code it hangs, and whether or not the parent
+still lives. No jax here.
 """
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -19,6 +21,7 @@ from concurrent.futures import ThreadPoolExecutor
 from fractions import Fraction
 from typing import Any
 
+VERDICTS = ("right", "wrong", "no answer", "timed out", "crashed")
 MAX_ANSWER = 400  # characters; a longer answer is wrong
 MEMORY = 4 << 30  # bytes of address space a worker may take
 
@@ -29,7 +32,7 @@ class Score:
 
     reward: float  # shaped: what the advantage is made of
     correct: bool  # raw: what the focal weight and pass@k are made of
-    info: str  # right, wrong, no answer, timed out or crashed
+    info: str  # one of VERDICTS
 
 
 def boxed_answer(response: str) -> str | None:
@@ -97,6 +100,7 @@ def _work() -> None:
     signal.signal(signal.SIGALRM, signal.SIG_DFL)  # ends the process
     answers, sys.stdout = sys.stdout, open(os.devnull, "w")  # noqa: SIM115
     math_verdict("1", "2")  # imports sympy before the first task's time runs
+    print("ready", file=answers, flush=True)
     for line in sys.stdin:
         task = json.loads(line)
         signal.setitimer(signal.ITIMER_REAL, task["timeout"])
@@ -109,28 +113,36 @@ def _work() -> None:
 
 
 class _Worker:
-    """One worker process, started when first needed and again after each death."""
+    """One worker process, started anew after each death."""
 
     def __init__(self, timeout: float):
         self.timeout = timeout
-        self.process: subprocess.Popen[str] | None = None
+        self.start()
+
+    def start(self) -> None:
+        self.ready = False
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "fgrpo_jax.rewards"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+            env={**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
+        )
 
     def judge(self, gold: str, answer: str) -> tuple[bool, str]:
-        if self.process is None:
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", "fgrpo_jax.rewards"],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.DEVNULL,
-                text=True,
-                env={**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
+        stdin, stdout = self.process.stdin, self.process.stdout
+        assert stdin and stdout
+        if not self.ready and stdout.readline() != "ready\n":
+            raise RuntimeError(
+                "a reward worker cannot start; `python -m fgrpo_jax.rewards` shows why"
             )
-        assert self.process.stdin and self.process.stdout
+        self.ready = True
         try:
             task = {"gold": gold, "answer": answer, "timeout": self.timeout}
-            self.process.stdin.write(json.dumps(task) + "\n")
-            self.process.stdin.flush()
-            line = self.process.stdout.readline()
+            stdin.write(json.dumps(task) + "\n")
+            stdin.flush()
+            line = stdout.readline()
         except BrokenPipeError:
             line = ""
         if line:
@@ -138,16 +150,16 @@ class _Worker:
             return correct, "right" if correct else "wrong"
         status = self.process.wait()
         self.close()
+        self.start()
         return False, "timed out" if status == -signal.SIGALRM else "crashed"
 
     def close(self) -> None:
-        if self.process is not None:
-            self.process.kill()
-            self.process.wait()
-            for pipe in (self.process.stdin, self.process.stdout):
+        self.process.kill()
+        self.process.wait()
+        for pipe in (self.process.stdin, self.process.stdout):
+            with contextlib.suppress(BrokenPipeError):  # a task that was never read
                 if pipe:
                     pipe.close()
-            self.process = None
 
 
 class Scorer:
@@ -168,7 +180,7 @@ class Scorer:
         }[reward]
         self._sympy = reward == "math"
         self._idle: queue.SimpleQueue[_Worker] = queue.SimpleQueue()
-        self._workers = [_Worker(timeout) for _ in range(workers)]
+        self._workers = [_Worker(timeout) for _ in range(workers if self._sympy else 0)]
         for worker in self._workers:
             self._idle.put(worker)
         self._threads = ThreadPoolExecutor(workers, thread_name_prefix="rewards")

@@ -61,6 +61,7 @@ def make_collect(
             np.array([s.reward for s in scores], np.float32).reshape(-1, samples),
             np.array([s.correct for s in scores], np.float32).reshape(-1, samples),
             responses,
+            tuple(s.info for s in scores),
         )
 
     return collect

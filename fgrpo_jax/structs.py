@@ -52,6 +52,7 @@ class Rollouts:
     reward_PN: Float[np.ndarray, "P N"]  # shaped; the advantage is made of it
     correct_PN: Float[np.ndarray, "P N"]  # raw correctness, 0 or 1; the focal weight is made of it
     responses: tuple[str, ...]  # decoded, for judging and for reading; never tokenised again
+    verdicts: tuple[str, ...]  # rewards.VERDICTS, one a response
 
 
 @struct.dataclass

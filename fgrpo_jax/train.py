@@ -8,10 +8,19 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-from jax.sharding import Mesh
 from rich.console import Console
 
-from fgrpo_jax import config, distributed, metrics, prompts, report, rewards, sharding, weights
+from fgrpo_jax import (
+    UserError,
+    config,
+    distributed,
+    metrics,
+    prompts,
+    report,
+    rewards,
+    sharding,
+    weights,
+)
 from fgrpo_jax import tokenizer as tokenizers
 from fgrpo_jax.advantages import focal_weight, group_advantage
 from fgrpo_jax.checkpoint import Checkpoints
@@ -36,7 +45,6 @@ class Parts:
     update: Callable[[TrainState, LearnerBatch], tuple[TrainState, dict[str, jax.Array]]]
     evaluate: Callable[[Any, jax.Array], dict[str, Any]]
     checkpoints: Checkpoints
-    mesh: Mesh
 
 
 def train(c: Config, workdir: pathlib.Path, console: Console) -> dict[str, Any]:
@@ -66,8 +74,9 @@ def train(c: Config, workdir: pathlib.Path, console: Console) -> dict[str, Any]:
             watch = metrics.Stopwatch()
             key = jax.random.fold_in(root_key, step)
             with watch("rollout"):  # prompts -> tokens -> scores
-                params = parts.decode_params(state.params)
-                rollouts = parts.collect(params, parts.prompts_at(step), key)
+                rollouts = parts.collect(
+                    parts.decode_params(state.params), parts.prompts_at(step), key
+                )
             with watch("update"):
                 adv_PN = group_advantage(rollouts.reward_PN)  # GRPO
                 adv_PN *= focal_weight(rollouts.correct_PN, c.algo.focal_gamma)[:, None]  # F-GRPO
@@ -158,6 +167,9 @@ def build(
     rows = c.learn.minibatch * c.algo.group_size
     microbatches = rows // min(rows, c.learn.microbatch)
     state = init_state(policy, weights.load(folder, policy, mesh), optimizer, mesh)
+    state = checkpoints.restore(state) or state
+    if int(state.step) > c.steps:
+        raise UserError(f"{workdir} has already done {int(state.step)} steps: raise steps")
     return Parts(
         prompts_at=lambda step: prompts.batch_at(train_set, step, size, c.seed, share),
         decode_params=weights.make_decode_params(policy, mesh),
@@ -168,5 +180,4 @@ def build(
         update=make_update(policy, optimizer, make_schedule(c.optim), settings, mesh),
         evaluate=evaluate,
         checkpoints=checkpoints,
-        mesh=mesh,
-    ), checkpoints.restore(state) or state
+    ), state

@@ -197,6 +197,11 @@ def test_a_workdir_of_another_config(whole):
     assert before == {p: p.read_bytes() for p in whole[0].rglob("*") if p.is_file()}
 
 
+def test_fewer_steps_than_done(whole):
+    out = run(whole[0], "steps=5")
+    assert out.returncode == 2 and "has already done 6 steps: raise steps" in out.stderr
+
+
 def test_unknown_flags_and_no_config_file(tmp_path):
     out = subprocess.run(
         [*command(tmp_path / "w"), "--stesp=3"],

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from fgrpo_jax.rewards import Scorer, boxed_answer, quick_verdict
+from fgrpo_jax.rewards import Scorer, boxed_answer, last_number, quick_verdict
 
 
 @pytest.fixture(scope="module")
@@ -86,8 +86,7 @@ def test_a_hang_is_killed_and_the_pool_goes_on(scorer):
 def test_a_crash_is_told_apart(scorer):
     infos(scorer, [r"\sqrt{25}"] * 2, [r"\frac{10}{2}", r"\frac{15}{3}"])  # starts both
     for worker in scorer._workers:
-        if worker.process:
-            os.kill(worker.process.pid, signal.SIGKILL)
+        os.kill(worker.process.pid, signal.SIGKILL)
     out = infos(scorer, [r"\sqrt{36}"] * 2, [r"\frac{12}{2}", r"\frac{18}{3}"])
     assert set(out) <= {"crashed", "right"} and "crashed" in out
     assert infos(scorer, [r"\sqrt{49}"], [r"\frac{14}{2}"]) == ["right"]
@@ -122,7 +121,7 @@ def test_long_answers_are_wrong(scorer):
     ],
 )
 def test_last_number(response, answer):
-    assert rewards.last_number(response) == answer
+    assert last_number(response) == answer
 
 
 def test_exact():
@@ -135,7 +134,7 @@ def test_no_process_is_left():
     with Scorer("math", workers=1, timeout=2.0) as scorer:
         infos(scorer, [r"\sqrt{4}"], [r"\frac{4}{2}"])
         process = scorer._workers[0].process
-    assert process is not None and process.poll() is not None
+    assert process.poll() is not None
 
 
 ORPHAN = r"""
@@ -166,6 +165,15 @@ def test_a_worker_outlives_a_killed_parent_by_its_limit_at_most():
             return
         time.sleep(0.1)
     pytest.fail(f"worker {worker} is still alive")
+
+
+def test_a_pool_that_cannot_start_says_so(monkeypatch):
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    with (
+        Scorer("math", workers=1, timeout=1.0) as scorer,
+        pytest.raises(RuntimeError, match="a reward worker cannot start"),
+    ):
+        infos(scorer, [r"\sqrt{4}"], ["2"])
 
 
 def test_workers_load_no_jax():

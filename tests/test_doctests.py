@@ -1,0 +1,12 @@
+import doctest
+import importlib
+
+import pytest
+
+MODULES = "advantages losses pass_at_k rewards".split()
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_examples_in_docstrings(name):
+    failed, tried = doctest.testmod(importlib.import_module(f"fgrpo_jax.{name}"))
+    assert tried and not failed
