@@ -24,8 +24,8 @@ def group_advantage(reward_PN: Float[Array, "P N"], eps: float = 1e-6) -> Float[
     Returns:
         advantages, zero-mean in each group; 0 for a group of one.
 
-    >>> group_advantage(jnp.array([[1.0, 0.0, 0.0, 1.0]])).round(3).tolist()
-    [[0.8659999966621399, -0.8659999966621399, -0.8659999966621399, 0.8659999966621399]]
+    >>> (2 * group_advantage(jnp.array([[1.0, 0.0, 0.0, 0.0]]))).round().tolist()
+    [[3.0, -1.0, -1.0, -1.0]]
     """
     samples = reward_PN.shape[1]
     reward_PN = _at_least_float32(reward_PN)

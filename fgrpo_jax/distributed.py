@@ -50,11 +50,11 @@ def to_host(tree: Any) -> Any:
     return jax.tree.map(local, tree)
 
 
-def mean(values: np.ndarray) -> np.ndarray:
-    """The mean over hosts of a small array that each has one of."""
+def total(value: float | np.number) -> float:
+    """The sum over hosts of a number that each has one of."""
     if jax.process_count() == 1:
-        return values
-    return np.asarray(multihost_utils.process_allgather(values)).mean(axis=0)
+        return float(value)
+    return float(multihost_utils.process_allgather(np.float64(value)).sum())
 
 
 def whole(x: jax.Array) -> np.ndarray:

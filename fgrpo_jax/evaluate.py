@@ -33,8 +33,9 @@ def make_evaluate(
             correct.append(rollouts.correct_PN.sum(axis=1))
             kinds += [problem.kind for problem in part.problems]
         correct_P = np.concatenate(correct).astype(int)
+        problems_of_all = distributed.total(float(len(correct_P)))
         result: Result = {
-            f"pass@{k}": float(distributed.mean(pass_at_k(correct_P, samples, k).mean()))
+            f"pass@{k}": distributed.total(pass_at_k(correct_P, samples, k).sum()) / problems_of_all
             for k in powers_up_to(samples)
         }
         label = np.array(kinds)

@@ -99,7 +99,7 @@ class Stopwatch:
         yield
         self.seconds[stage] = time.monotonic() - began
 
-    def metrics(self, tokens: int) -> dict[str, float]:
+    def metrics(self, tokens: float) -> dict[str, float]:
         """Seconds by stage, and response tokens a second since the watch was made."""
         total = time.monotonic() - self._began
         stages = {f"{stage}_s": seconds for stage, seconds in self.seconds.items()}

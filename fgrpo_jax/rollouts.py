@@ -47,7 +47,7 @@ def make_collect(
         out = distributed.to_host(out)
         real = len(prompts.problems) * samples  # the rest fills up the last batch of a set
         responses = tuple(
-            tokenizer.decode(tokens[mask])
+            tokenizer.decode(tokens[mask].tolist())
             for tokens, mask in zip(out.tokens_BT[:real], out.mask_BT[:real], strict=True)
         )
         golds = [problem.answer for problem in prompts.problems for _ in range(samples)]

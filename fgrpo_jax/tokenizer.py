@@ -33,7 +33,7 @@ class Tokenizer:
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of a response without its stop token."""
-        ids = [int(i) for i in ids]
+        ids = list(ids)
         if ids and ids[-1] in self.stop_ids:
             ids = ids[:-1]
         return self.backend.decode(ids, clean_up_tokenization_spaces=False)

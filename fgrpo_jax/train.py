@@ -83,7 +83,7 @@ def train(c: Config, workdir: pathlib.Path, console: Console) -> dict[str, Any]:
                 state, numbers = parts.update(state, parts.split(rollouts, adv_PN))
                 numbers = jax.device_get(numbers)
             record = metrics.rollout_metrics(rollouts) | numbers
-            record |= watch.metrics(tokens=rollouts.mask_BT.sum()) | clock.read()
+            record |= watch.metrics(distributed.total(rollouts.mask_BT.sum())) | clock.read()
             log.write({"step": step + 1, **record})
             bar.show(step + 1, record)
             if step + 1 == c.steps or (step + 1) % c.checkpoint.every == 0:

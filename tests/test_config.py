@@ -70,7 +70,7 @@ def test_published_bounds(tmp_path, name, bounds):
         ("rollout.temperature=0", "rollout.temperature is 0.0: it must be above 0"),
         ("algo.focal_gamma=-1", "algo.focal_gamma is -1.0: it must not be below 0"),
         ("algo.name=ppo", "algo.name is 'ppo': it must be one of grpo, dapo, cispo"),
-        ("reward=maths", "reward is 'maths': it must be one of math, exact"),
+        ("reward=maths", "reward is 'maths': it must be one of math, number, exact"),
         (
             "data.source=csv:x",
             "data.source is 'csv:x': it must be arithmetic[:KINDS] or jsonl:PATH",
