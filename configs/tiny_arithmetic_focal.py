@@ -12,5 +12,6 @@ def get_config():
     c = config.default()
     c.steps = 200
     c.optim.lr = 5e-4
+    c.optim.decay_start, c.optim.decay_end = 100, 200
     c.algo.focal_gamma = 0.5
     return c

@@ -13,8 +13,7 @@ def get_config():
     c = config.default()
     c.sft.out = "fgrpo_jax/assets/tiny_arithmetic"
     c.sft.steps = 2000
-    c.sft.slips = 0.7
+    c.sft.slips = 0.4
     c.optim.lr = 2e-3
-    c.optim.decay_start, c.optim.decay_end = 1500, 2000
     c.checkpoint.every = 500
     return c

@@ -32,6 +32,7 @@ def group_advantage(reward_PN: Float[Array, "P N"], eps: float = 1e-6) -> Float[
     centred_PN = reward_PN - reward_PN.mean(axis=1, keepdims=True)
     variance_P1 = (centred_PN**2).sum(axis=1, keepdims=True) / max(samples - 1, 1)
     constant_P1 = is_constant(reward_PN)[:, None]
+    variance_P1 = jnp.where(constant_P1, 1, variance_P1)  # sqrt has no gradient at 0
     return jnp.where(constant_P1, 0, centred_PN / (jnp.sqrt(variance_P1) + eps))
 
 
@@ -75,7 +76,9 @@ def focal_weight(correct_PN: Float[Array, "P N"], gamma: float) -> Float[Array, 
     """
     if gamma < 0:
         raise ValueError(f"gamma is {gamma}: it must be at least 0")
-    return (1 - success_rate(correct_PN)) ** gamma
+    # Counted from the wrong ones: compiled, 1 - mean may come out below 0, whose power is NaN.
+    wrong_PN = 1 - _at_least_float32(correct_PN)
+    return (wrong_PN.sum(axis=1) / correct_PN.shape[1]) ** gamma
 
 
 def _at_least_float32(x: Array) -> Array:

@@ -1,15 +1,16 @@
 """Orbax save and restore of the train state; the only file that knows orbax."""
 
 import logging
+import math
 import pathlib
-import zlib
+import sys
 from typing import Any
 
 import jax
-import numpy as np
+import jax.numpy as jnp
 from orbax.checkpoint import v1 as ocp
 
-from fgrpo_jax import UserError, distributed, sharding
+from fgrpo_jax import UserError, sharding
 from fgrpo_jax.structs import TrainState
 
 
@@ -33,31 +34,28 @@ class Checkpoints:
         content = {"state": state, "meta": {"checksums": checksums(state)}}
         self._store.save_checkpointables(step, content, force=True, overwrite=True)
 
-    def restore(self, state: TrainState) -> TrainState | None:
-        """The newest checkpoint in the layout of `state` (arrays or shapes with shardings), or
-        None where there is none. Raises UserError for one that is damaged."""
+    def restore(self, abstract: TrainState) -> TrainState | None:
+        """The newest whole checkpoint in the layout of `abstract` (shapes with shardings), or None
+        where there is none. Damaged ones are named on stderr and passed over; UserError where
+        there are only those."""
         self._store.reload()
-        latest = self._store.latest
-        if latest is None:
-            return None
-        template = jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state
-        )
-        step = latest.step
-        try:
-            content = self._store.load_checkpointables(step, {"state": template, "meta": None})
-        except Exception as error:
-            raise UserError(
-                f"checkpoint {self.folder / str(step)} cannot be restored: remove that folder to "
-                f"go on from the one before ({type(error).__name__})"
-            ) from error
-        found = checksums(content["state"])
-        for name, value in content["meta"]["checksums"].items():
-            if found.get(name) != value:
-                raise UserError(
-                    f"checkpoint {self.folder / str(step)} is damaged: {name} has another "
-                    "checksum than when saved; remove that folder to go on from the one before"
-                )
+        steps = sorted((checkpoint.step for checkpoint in self._store.checkpoints), reverse=True)
+        for step in steps:
+            try:
+                return self._load(step, abstract)
+            except Exception as error:
+                folder = self.folder / str(step)
+                print(f"checkpoint {folder} is damaged and passed over: {error}", file=sys.stderr)
+        if steps:
+            raise UserError(f"no checkpoint in {self.folder} can be read: give another --workdir")
+        return None
+
+    def _load(self, step: int, abstract: TrainState) -> TrainState:
+        content = self._store.load_checkpointables(step, {"state": abstract, "meta": None})
+        saved, found = content["meta"]["checksums"], checksums(content["state"])
+        wrong = [name for name in saved.keys() | found.keys() if saved.get(name) != found.get(name)]
+        if wrong:
+            raise ValueError(f"{min(wrong)} has another checksum than when it was saved")
         return content["state"]
 
     def __enter__(self) -> "Checkpoints":
@@ -68,8 +66,22 @@ class Checkpoints:
 
 
 def checksums(tree: Any) -> dict[str, int]:
-    """CRC-32 of each leaf's bytes."""
-    return {
-        sharding.path_name(path): zlib.crc32(np.ascontiguousarray(distributed.whole(leaf)).data)
-        for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
-    }
+    """Of each leaf, the sum of its elements' bits, each times an odd number of its place's own,
+    modulo 2 ** 32: computed where the leaf lies, the same in every layout, changed by any one
+    flipped bit."""
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    sums = jax.device_get(_sums([leaf for _, leaf in leaves]))
+    return {sharding.path_name(p): int(s) for (p, _), s in zip(leaves, sums, strict=True)}
+
+
+@jax.jit
+def _sums(leaves: list[jax.Array]) -> list[jax.Array]:
+    def one(x: jax.Array) -> jax.Array:
+        bits = jax.lax.bitcast_convert_type(x, jnp.dtype(f"uint{8 * x.dtype.itemsize}"))
+        place = jnp.zeros(x.shape, jnp.uint32)
+        for axis in range(x.ndim):
+            stride = jnp.uint32(math.prod(x.shape[axis + 1 :]) % 2**32)
+            place += jax.lax.broadcasted_iota(jnp.uint32, x.shape, axis) * stride
+        return (bits.astype(jnp.uint32) * (2 * place + 1)).sum(dtype=jnp.uint32)
+
+    return [one(leaf) for leaf in leaves]

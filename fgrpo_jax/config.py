@@ -2,7 +2,6 @@
 
 import difflib
 import importlib.util
-import json
 import pathlib
 import re
 from collections.abc import Sequence
@@ -29,7 +28,6 @@ NOT_NEGATIVE = (
     "seed algo.focal_gamma algo.clip_low algo.clip_high algo.dual_clip optim.warmup "
     "optim.decay_start optim.weight_decay eval.every eval.temperature sft.slips"
 ).split()
-MAY_CHANGE = ("steps", "checkpoint.every", "checkpoint.keep", "eval.every", "score.workers")
 
 
 def default() -> Config:
@@ -159,6 +157,11 @@ def _from_file(path: str) -> Config:
         raise UserError(f"config file {path} cannot be read: {reason}{hint}") from error
     if not isinstance(c, ConfigDict):
         raise UserError(f"config file {path}: get_config() must return a ConfigDict")
+    expected, given = keys(default()).keys(), keys(c).keys()
+    for key in sorted(given - expected):
+        raise UserError(f"config file {path}: there is no config key {key!r}{_nearest(key)}")
+    for key in sorted(expected - given):
+        raise UserError(f"config file {path} lacks {key}: begin with config.default()")
     return c
 
 
@@ -280,32 +283,3 @@ def check_mesh(c: Config, devices: int) -> tuple[int, int, int]:
                 f"(mesh.replica {replica} * mesh.fsdp {fsdp})"
             )
     return replica, fsdp, tp
-
-
-def claim_workdir(c: Config, workdir: pathlib.Path) -> None:
-    """Writes workdir/config.json, or checks that the one there is of the same run.
-
-    Raises UserError naming the keys that differ, but for those that may (MAY_CHANGE).
-    """
-    path = workdir / "config.json"
-    mine = keys(c)
-    if path.exists():
-        try:
-            theirs = json.loads(path.read_text())
-        except ValueError as error:
-            raise UserError(f"{path} is not valid JSON: give another --workdir") from error
-        differ = [
-            f"{key} (there {theirs.get(key)!r}, here {mine.get(key)!r})"
-            for key in sorted(mine.keys() | theirs.keys())
-            if mine.get(key) != theirs.get(key) and key not in MAY_CHANGE
-        ]
-        if differ:
-            raise UserError(
-                f"workdir {workdir} holds a run of another config; it differs in "
-                f"{', '.join(differ)}: give another --workdir"
-            )
-    try:
-        workdir.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(mine, indent=1) + "\n")
-    except OSError as error:
-        raise UserError(f"workdir {workdir} cannot be written: {error.strerror}") from error

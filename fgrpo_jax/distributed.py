@@ -12,11 +12,19 @@ from jax.experimental import multihost_utils
 
 
 def start() -> None:
-    """Joins the other hosts where the environment says that there are some (a TPU pod, SLURM,
-    or JAX_COORDINATOR_ADDRESS); must come before any other use of jax's devices."""
-    pod = len(os.environ.get("TPU_WORKER_HOSTNAMES", "").split(",")) > 1
-    tasks = int(os.environ.get("SLURM_NTASKS", "1")) > 1
-    if pod or tasks or "JAX_COORDINATOR_ADDRESS" in os.environ:
+    """Joins the other hosts where the environment tells of some: JAX_COORDINATOR_ADDRESS with
+    JAX_NUM_PROCESSES and JAX_PROCESS_ID, a TPU pod, or SLURM. Before any other use of devices."""
+    environment = os.environ
+    if "JAX_COORDINATOR_ADDRESS" in environment:
+        jax.distributed.initialize(
+            environment["JAX_COORDINATOR_ADDRESS"],
+            int(environment["JAX_NUM_PROCESSES"]),
+            int(environment["JAX_PROCESS_ID"]),
+        )
+    elif (
+        "," in environment.get("TPU_WORKER_HOSTNAMES", "")
+        or int(environment.get("SLURM_NTASKS", "1")) > 1
+    ):
         jax.distributed.initialize()
 
 

@@ -74,10 +74,14 @@ class Journal:
 class Clock:
     """Wall and CPU seconds of the run, over all the processes that it took."""
 
-    def __init__(self, records: list[dict[str, Any]]):
-        """Goes on from the last of a run's records."""
-        last = records[-1] if records else {"wall_s": 0.0, "cpu_s": 0.0}
-        self._wall, self._cpu = time.monotonic() - last["wall_s"], last["cpu_s"]
+    def __init__(self) -> None:
+        self._wall, self._cpu = time.monotonic(), 0.0
+
+    def go_on(self, records: list[dict[str, Any]]) -> None:
+        """Adds what a run had taken by the last of its records."""
+        if records:
+            self._wall -= records[-1]["wall_s"]
+            self._cpu += records[-1]["cpu_s"]
 
     def read(self) -> dict[str, float]:
         """CPU seconds are this process's and those of its children that have ended."""

@@ -65,16 +65,16 @@ def last_number(response: str) -> str | None:
     >>> last_number("4,000 - 5 is 3,995.")
     '3995'
     """
-    numbers = re.findall(r"-?\d[\d,]*(?:\.\d+)?", response)
+    numbers = re.findall(r"-?(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)(?:\.[0-9]+)?", response)
     return numbers[-1].replace(",", "") if numbers else None
 
 
 def quick_verdict(gold: str, answer: str) -> bool | None:
     """Equal strings, and two plain numbers compared exactly; None where sympy must look."""
-    gold, answer = (re.sub(r"\s+", "", text).strip("$") for text in (gold, answer))
+    gold, answer = (text.strip().strip("$").strip() for text in (gold, answer))
     if gold == answer:
         return True
-    number = re.compile(r"[-+]?\d{1,100}(\.\d{1,100})?")
+    number = re.compile(r"[-+]?[0-9]{1,100}(\.[0-9]{1,100})?")
     if number.fullmatch(gold) and number.fullmatch(answer):
         return Fraction(gold) == Fraction(answer)
     return None
@@ -190,6 +190,8 @@ class Scorer:
     def score(self, golds: Sequence[str], responses: Sequence[str]) -> list[Score]:
         """One Score a response, in order; 1 for right and 0 for wrong."""
         answers = [self._extract(response) for response in responses]
+        if self._extract is last_number:
+            golds = [last_number(gold) or gold for gold in golds]
         verdicts = self._threads.map(self._judge, golds, answers)
         return [Score(float(correct), correct, info) for correct, info in verdicts]
 
@@ -203,20 +205,22 @@ class Scorer:
             quick = False
         if quick is not None:
             return quick, "right" if quick else "wrong"
-        if (gold, answer) not in self._known:
+        verdict = self._known.get((gold, answer))
+        if verdict is None:
             worker = self._idle.get()
             try:
                 verdict = worker.judge(gold, answer)
             finally:
                 self._idle.put(worker)
-            with self._lock:
-                if len(self._known) > 100_000:
-                    self._known.clear()
-                self._known[gold, answer] = verdict
-        return self._known[gold, answer]
+            if verdict[1] in ("right", "wrong"):  # a time-out may be a busy moment's
+                with self._lock:
+                    if len(self._known) > 100_000:
+                        self._known.clear()
+                    self._known[gold, answer] = verdict
+        return verdict
 
     def close(self) -> None:
-        self._threads.shutdown()
+        self._threads.shutdown(cancel_futures=True)
         for worker in self._workers:
             worker.close()
 

@@ -94,10 +94,11 @@ def make_sampler(
 
             B = key_B.shape[0]
             samples = Samples(
-                tokens_BT=constrain(jnp.full((B, T), settings.stop_ids[0]), "BT"),
+                tokens_BT=constrain(jnp.full((B, T), settings.stop_ids[0], jnp.int32), "BT"),
                 mask_BT=constrain(jnp.zeros((B, T), bool), "BT"),
                 logp_BT=constrain(jnp.zeros((B, T), jnp.float32), "BT"),
-                finished_B=constrain(jnp.zeros(B, bool), "B"),
+                # the empty prompts that fill up a batch say nothing
+                finished_B=constrain(jnp.repeat(length_P == 0, N), "B"),
             )
             return _Loop(
                 hidden_BD=constrain(jnp.repeat(hidden_PCD[:, -1], N, axis=0), "BD"),

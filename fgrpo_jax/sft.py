@@ -15,6 +15,7 @@ from rich.console import Console
 
 from fgrpo_jax import UserError, config, metrics, prompts, sharding, weights
 from fgrpo_jax import tokenizer as tokenizers
+from fgrpo_jax import workdir as workdirs
 from fgrpo_jax.checkpoint import Checkpoints
 from fgrpo_jax.config import Config
 from fgrpo_jax.model import DTYPES, Policy
@@ -22,7 +23,7 @@ from fgrpo_jax.optimizer import make_optimizer, make_schedule
 from fgrpo_jax.rollouts import put_batch
 from fgrpo_jax.structs import LearnerBatch
 from fgrpo_jax.tokenizer import Tokenizer
-from fgrpo_jax.update import UpdateSettings, init_state, make_update
+from fgrpo_jax.update import UpdateSettings, abstract_state, init_state, make_update
 
 CHATML = (
     "{% for message in messages %}"
@@ -112,7 +113,15 @@ def train(c: Config, workdir: pathlib.Path, console: Console) -> None:
         raise UserError("sft.out is empty: give the folder of the new checkpoint")
     if c.data.source.partition(":")[0] != "arithmetic":
         raise UserError(f"data.source is {c.data.source}: only arithmetic has worked solutions")
-    config.claim_workdir(c, workdir)
+    if c.sft.width % c.sft.heads or c.sft.heads % c.sft.kv_heads:
+        raise UserError("sft.width must be a multiple of sft.heads, and that of sft.kv_heads")
+    if c.sft.rows % (jax.device_count() // c.mesh.tp):
+        raise UserError(f"sft.rows is {c.sft.rows}: it must divide among the devices")
+    out = pathlib.Path(c.sft.out)
+    if out.exists() and not (out / "config.json").exists():
+        raise UserError(f"sft.out is {out}: it exists and is no model folder, give another")
+    workdirs.check(c, workdir)
+    workdirs.claim(c, workdir)
     folder = workdir / "start"
     new_folder(c, folder)
     tokenizer = tokenizers.load(folder)
@@ -121,15 +130,17 @@ def train(c: Config, workdir: pathlib.Path, console: Console) -> None:
     examples = prompts.load(c, c.data.source, "train", tokenizer)
     optimizer = make_optimizer(c.optim)
     settings = UpdateSettings("sft", 0.0, 0.0, 0.0, 1.0, 1, c.learn.logit_chunk)
-    update = make_update(policy, optimizer, make_schedule(c.optim), settings, mesh)
+    abstract = abstract_state(policy, optimizer, mesh)
+    update = make_update(policy, optimizer, make_schedule(c.optim), settings, abstract)
     with (
         jax.set_mesh(mesh),
         Checkpoints(workdir / "checkpoints", c.checkpoint.keep) as checkpoints,
         metrics.Bar(c.sft.steps, 0, console) as bar,
     ):
-        init = jax.jit(policy.init)
-        state = init_state(policy, init(jax.random.key(c.seed)), optimizer, mesh)
-        state = checkpoints.restore(state) or state
+        state = checkpoints.restore(abstract)
+        if state is None:
+            params = jax.jit(policy.init)(jax.random.key(c.seed))
+            state = init_state(params, optimizer, abstract)
         log = metrics.Journal(workdir / "metrics.jsonl", int(state.step))
         for step in range(int(state.step), c.sft.steps):
             part = prompts.batch_at(examples, step, c.sft.rows, c.seed, slice(None))
@@ -140,7 +151,7 @@ def train(c: Config, workdir: pathlib.Path, console: Console) -> None:
             bar.show(step + 1, record)
             if step + 1 == c.sft.steps or (step + 1) % c.checkpoint.every == 0:
                 checkpoints.save(state, step + 1)
-        weights.export(pathlib.Path(c.sft.out), state.params, folder)
+        weights.export(out, state.params, folder)
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import numpy as np
 from rich.console import Console
 
 from fgrpo_jax import (
@@ -22,6 +23,7 @@ from fgrpo_jax import (
     weights,
 )
 from fgrpo_jax import tokenizer as tokenizers
+from fgrpo_jax import workdir as workdirs
 from fgrpo_jax.advantages import focal_weight, group_advantage
 from fgrpo_jax.checkpoint import Checkpoints
 from fgrpo_jax.config import Config
@@ -31,7 +33,7 @@ from fgrpo_jax.optimizer import make_optimizer, make_schedule
 from fgrpo_jax.rollouts import Collect, learner_batch, make_collect
 from fgrpo_jax.sampler import SamplerSettings, make_sampler
 from fgrpo_jax.structs import LearnerBatch, Prompts, Rollouts, TrainState
-from fgrpo_jax.update import UpdateSettings, init_state, make_update
+from fgrpo_jax.update import UpdateSettings, abstract_state, init_state, make_update
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,12 +55,13 @@ def train(c: Config, workdir: pathlib.Path, console: Console) -> dict[str, Any]:
     The workdir gets config.json, metrics.jsonl, evals.jsonl and checkpoints/, and at the end
     summary.json, report.png and policy/, a Hugging Face folder.
     """
+    clock = metrics.Clock()
     with contextlib.ExitStack() as stack:
         parts, state = build(c, workdir, console, stack)
         first_step = int(state.step)
         log = metrics.Journal(workdir / "metrics.jsonl", first_step)
         evals = metrics.Journal(workdir / "evals.jsonl", first_step)
-        clock = metrics.Clock(log.records)
+        clock.go_on(log.records)
         bar = stack.enter_context(metrics.Bar(c.steps, first_step, console))
         eval_key, root_key = jax.random.split(jax.random.key(c.seed, impl="threefry2x32"))
 
@@ -82,6 +85,10 @@ def train(c: Config, workdir: pathlib.Path, console: Console) -> dict[str, Any]:
                 adv_PN *= focal_weight(rollouts.correct_PN, c.algo.focal_gamma)[:, None]  # F-GRPO
                 state, numbers = parts.update(state, parts.split(rollouts, adv_PN))
                 numbers = jax.device_get(numbers)
+            if not np.isfinite(numbers["loss"] + numbers["grad_norm"]):
+                raise FloatingPointError(
+                    f"step {step + 1}: loss or gradient is not finite; nothing of it was saved"
+                )
             record = metrics.rollout_metrics(rollouts) | numbers
             record |= watch.metrics(distributed.total(rollouts.mask_BT.sum())) | clock.read()
             log.write({"step": step + 1, **record})
@@ -119,15 +126,19 @@ def build(
     What can be wrong with the user's input is found before any weight is read. The stack closes
     what was opened.
     """
+    workdirs.check(c, workdir)
     folder = weights.resolve(c.model.path)
     shape = weights.model_config(folder)
     mesh = sharding.make_mesh(*config.check_mesh(c, jax.device_count()))
     tokenizer = tokenizers.load(folder)
     policy = Policy(shape, DTYPES[c.model.dtype](), c.model.remat == "full", tokenizer.size)
     weights.check(folder, policy)
+    if max(tokenizer.stop_ids) >= shape.vocab:
+        raise UserError(f"{folder}: stop id {max(tokenizer.stop_ids)} is not in the vocabulary")
     train_set = prompts.load(c, c.data.source, "train", tokenizer)
     held_out = prompts.load(c, c.data.eval_source, "test", tokenizer)
-    config.claim_workdir(c, workdir)
+    optimizer = make_optimizer(c.optim)
+    abstract = abstract_state(policy, optimizer, mesh)
     console.print(
         f"{c.model.path}: {shape.layers} layers of width {shape.width}; "
         f"{len(train_set.problems):,} prompts, {train_set.dropped:,} more dropped as too long; "
@@ -153,7 +164,6 @@ def build(
         size,
         c.eval.samples,
     )
-    optimizer = make_optimizer(c.optim)
     settings = UpdateSettings(
         surrogate=c.algo.name,
         clip_low=c.algo.clip_low,
@@ -166,10 +176,12 @@ def build(
     minibatches = size // c.learn.minibatch
     rows = c.learn.minibatch * c.algo.group_size
     microbatches = rows // min(rows, c.learn.microbatch)
-    state = init_state(policy, weights.load(folder, policy, mesh), optimizer, mesh)
-    state = checkpoints.restore(state) or state
+    state = checkpoints.restore(abstract)
+    if state is None:
+        state = init_state(weights.load(folder, policy, mesh), optimizer, abstract)
     if int(state.step) > c.steps:
         raise UserError(f"{workdir} has already done {int(state.step)} steps: raise steps")
+    workdirs.claim(c, workdir)
     return Parts(
         prompts_at=lambda step: prompts.batch_at(train_set, step, size, c.seed, share),
         decode_params=weights.make_decode_params(policy, mesh),
@@ -177,7 +189,7 @@ def build(
         split=lambda rollouts, adv_PN: learner_batch(
             rollouts, adv_PN, minibatches, microbatches, mesh
         ),
-        update=make_update(policy, optimizer, make_schedule(c.optim), settings, mesh),
+        update=make_update(policy, optimizer, make_schedule(c.optim), settings, abstract),
         evaluate=evaluate,
         checkpoints=checkpoints,
     ), state

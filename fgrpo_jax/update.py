@@ -32,11 +32,23 @@ class UpdateSettings:
     logit_chunk: int  # response tokens whose logits are in memory at a time
 
 
-def init_state(
-    policy: Policy, params: Any, optimizer: optax.GradientTransformation, mesh: Mesh
+def abstract_state(
+    policy: Policy, optimizer: optax.GradientTransformation, mesh: Mesh
 ) -> TrainState:
-    """The state before the first step."""
-    layout = _layout(policy, optimizer, mesh)
+    """Shapes and shardings of the state: optimizer state lies as its weights."""
+    params = jax.eval_shape(policy.init, jax.random.key(0))
+    shapes = jax.eval_shape(functools.partial(_fresh, optimizer), params)
+    layout = sharding.state_shardings(mesh, shapes)
+    return jax.tree.map(
+        lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), shapes, layout
+    )
+
+
+def init_state(
+    params: Any, optimizer: optax.GradientTransformation, abstract: TrainState
+) -> TrainState:
+    """The state before the first step, as `abstract` says."""
+    layout = jax.tree.map(lambda x: x.sharding, abstract)
     return jax.jit(functools.partial(_fresh, optimizer), out_shardings=layout)(params)
 
 
@@ -44,19 +56,12 @@ def _fresh(optimizer: optax.GradientTransformation, params: Any) -> TrainState:
     return TrainState(params, optimizer.init(params), jnp.int32(0))
 
 
-def _layout(policy: Policy, optimizer: optax.GradientTransformation, mesh: Mesh) -> TrainState:
-    """The state's shardings: optimizer state lies as its weights."""
-    params = jax.eval_shape(policy.init, jax.random.key(0))
-    state = jax.eval_shape(functools.partial(_fresh, optimizer), params)
-    return sharding.state_shardings(mesh, state)
-
-
 def make_update(
     policy: Policy,
     optimizer: optax.GradientTransformation,
     schedule: optax.Schedule,
     settings: UpdateSettings,
-    mesh: Mesh,
+    abstract: TrainState,
 ) -> Callable[[TrainState, LearnerBatch], tuple[TrainState, Metrics]]:
     """The jitted update(state, batch) -> state, metrics; the state is donated.
 
@@ -90,9 +95,12 @@ def make_update(
             advantage_B1 = rows.advantage_B[:, None]
             loss_BT = surrogate(logp_BT, old_logp_BT, advantage_B1)
             total, _ = losses.token_mean(loss_BT, rows.mask_BT)
-            clipped_BT = losses.is_clipped(
-                quiet_BT, old_logp_BT, advantage_B1, s.clip_low, s.clip_high
+            clipped = lambda sign: losses.is_clipped(
+                quiet_BT, old_logp_BT, sign, s.clip_low, s.clip_high
             )
+            clipped_BT = clipped(advantage_B1)
+            if s.surrogate == "cispo":  # it clips the weight whatever the advantage's sign
+                clipped_BT = clipped(jnp.ones_like(logp_BT)) | clipped(-jnp.ones_like(logp_BT))
             drift_BT = jnp.where(rows.mask_BT, jnp.abs(old_logp_BT - rows.sampler_logp_BT), 0)
             token_sum = lambda x_BT: losses.token_mean(x_BT, rows.mask_BT)[0]
             sums = {
@@ -138,7 +146,7 @@ def make_update(
         return dataclasses.replace(state, params=params, opt_state=opt_state), metrics
 
     # Pinned, since a state laid out otherwise would compile everything again.
-    layout = _layout(policy, optimizer, mesh)
+    layout = jax.tree.map(lambda x: x.sharding, abstract)
 
     @functools.partial(jax.jit, donate_argnums=0, out_shardings=(layout, None))
     def update(state: TrainState, batch: LearnerBatch) -> tuple[TrainState, Metrics]:

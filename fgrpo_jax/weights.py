@@ -1,8 +1,8 @@
 """Hugging Face safetensors <-> sharded params, both ways, streamed.
 
 Reading takes one device shard at a time: slices of the file by pread, cast to float32, put on
-their device. A host reads only its own shards, and its memory above the model stays under two
-of them.
+their device. A host reads only the rows that its own shards lie in (whole, where columns are
+shared too), and its memory above the model stays under two shards.
 """
 
 import dataclasses
@@ -264,5 +264,11 @@ def export(folder: pathlib.Path, params: Any, like: pathlib.Path) -> None:
     for pattern in ("*token*", "generation_config.json", "chat_template*", "vocab*", "merges*"):
         for source in like.glob(pattern):
             shutil.copyfile(source, partial / source.name)
-    shutil.rmtree(folder, ignore_errors=True)
-    partial.rename(folder)
+    if folder.exists():
+        old = folder.with_name(folder.name + ".old")
+        shutil.rmtree(old, ignore_errors=True)
+        folder.rename(old)
+        partial.rename(folder)
+        shutil.rmtree(old)
+    else:
+        partial.rename(folder)

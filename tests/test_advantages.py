@@ -36,8 +36,9 @@ def test_nearly_constant_is_not_constant():
     np.testing.assert_allclose(out, [[-expected, expected]], rtol=0.01)
 
 
-def test_gradient_of_nothing_is_nan():
-    assert np.isfinite(jax.grad(lambda r: group_advantage(r).sum())(jnp.eye(4) + 0.5)).all()
+@pytest.mark.parametrize("rewards", [jnp.eye(4) + 0.5, jnp.ones((2, 4)), jnp.zeros((1, 1))])
+def test_no_gradient_is_nan(rewards):
+    assert np.isfinite(jax.grad(lambda r: (group_advantage(r) ** 2).sum())(rewards)).all()
 
 
 PAPER = {  # PAPER.md's unit values for N = 8, k right
@@ -53,6 +54,14 @@ def test_focal_weights_of_the_paper(gamma):
     correct = jnp.array([[1.0] * k + [0.0] * (8 - k) for k in range(9)])
     np.testing.assert_allclose(focal_weight(correct, gamma), PAPER[gamma], atol=5e-5)
     np.testing.assert_allclose(success_rate(correct), np.arange(9) / 8)
+
+
+@pytest.mark.parametrize("gamma", [0.0, 0.5, 1.0, 2.0])
+def test_focal_weight_is_exact_at_the_ends_for_every_group_size(gamma):
+    """Compiled as 1 - sum / N, an all-right group of 6 comes out below 0, and its root as NaN."""
+    for samples in (*range(1, 65), 80, 96, 100, 160, 1000):
+        ends = jnp.stack([jnp.zeros(samples), jnp.ones(samples)])
+        assert focal_weight(ends, gamma).tolist() == [1, 0 if gamma else 1], samples
 
 
 def test_focal_weight_is_exact_at_the_ends():

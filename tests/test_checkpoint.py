@@ -1,5 +1,6 @@
 import json
 import pathlib
+import shutil
 
 import jax
 import jax.numpy as jnp
@@ -7,7 +8,7 @@ import numpy as np
 import pytest
 
 from fgrpo_jax import UserError, sharding
-from fgrpo_jax.checkpoint import Checkpoints
+from fgrpo_jax.checkpoint import Checkpoints, checksums
 from fgrpo_jax.structs import TrainState
 
 
@@ -21,13 +22,19 @@ def state(seed=0, mesh=(1, 8, 1)):
     return jax.device_put(tree, sharding.state_shardings(mesh, tree))
 
 
+def abstract(mesh=(1, 8, 1)):
+    return jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state(0, mesh)
+    )
+
+
 def equal(a, b):
     jax.tree.map(np.testing.assert_array_equal, a, b)
 
 
 def test_nothing_to_restore(tmp_path):
     with Checkpoints(tmp_path / "c", keep=2) as checkpoints:
-        assert checkpoints.restore(state()) is None
+        assert checkpoints.restore(abstract()) is None
 
 
 def test_the_newest_is_restored_and_old_ones_go(tmp_path):
@@ -35,17 +42,17 @@ def test_the_newest_is_restored_and_old_ones_go(tmp_path):
         for step in (3, 6, 9):
             checkpoints.save(state(step), step)
     with Checkpoints(tmp_path / "c", keep=2) as checkpoints:
-        equal(checkpoints.restore(state()), state(9))
+        equal(checkpoints.restore(abstract()), state(9))
     assert {p.name for p in (tmp_path / "c").iterdir() if p.name.isdigit()} == {"6", "9"}
 
 
 def test_on_another_mesh(tmp_path):
     with Checkpoints(tmp_path / "c", keep=2) as checkpoints:
         checkpoints.save(state(5), 5)
-        template = state(0, (1, 2, 4))
-        restored = checkpoints.restore(template)
-    equal(restored, state(5))
-    weight = restored.params["embed_tokens"]["weight"]
+        template = abstract((1, 2, 4))
+        out = checkpoints.restore(template)
+    equal(out, state(5))
+    weight = out.params["embed_tokens"]["weight"]
     assert weight.sharding == template.params["embed_tokens"]["weight"].sharding
 
 
@@ -53,29 +60,68 @@ def data_files(folder: pathlib.Path):
     return sorted((p for p in folder.rglob("*") if p.is_file()), key=lambda p: -p.stat().st_size)
 
 
-def test_a_changed_value_is_noticed(tmp_path, monkeypatch):
-    """Orbax loads what it finds: the checksums say that it is not what was saved."""
-    from fgrpo_jax import checkpoint
-
-    with Checkpoints(tmp_path / "c", keep=2) as checkpoints:
-        checkpoints.save(state(5), 5)
-        real = checkpoint.checksums
-        flipped = lambda tree: real(jax.tree.map(lambda x: x + jnp.ones_like(x), tree))
-        monkeypatch.setattr(checkpoint, "checksums", flipped)
-        with pytest.raises(UserError, match=r"c/5 is damaged: opt_state/count has another"):
-            checkpoints.restore(state())
+def saved(folder, steps):
+    with Checkpoints(folder, keep=5) as checkpoints:
+        for step in steps:
+            checkpoints.save(state(step), step)
 
 
-def test_a_removed_file_is_noticed(tmp_path):
-    with Checkpoints(tmp_path / "c", keep=2) as checkpoints:
-        checkpoints.save(state(5), 5)
-    for path in data_files(tmp_path / "c/5/state"):
+def restored(folder):
+    with Checkpoints(folder, keep=5) as checkpoints:
+        return checkpoints.restore(abstract())
+
+
+def flip(folder):
+    path = data_files(folder / "state")[0]
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+def remove(folder):
+    for path in data_files(folder / "state"):
         path.unlink()
-    with (
-        Checkpoints(tmp_path / "c", keep=2) as checkpoints,
-        pytest.raises(UserError, match="c/5 cannot be restored: remove that folder"),
-    ):
-        checkpoints.restore(state())
+
+
+def empty(folder):
+    shutil.rmtree(folder)
+    folder.mkdir()
+
+
+@pytest.mark.parametrize("damage", [flip, remove, empty])
+def test_damage_is_noticed_and_the_one_before_is_used(tmp_path, damage, capsys):
+    saved(tmp_path / "c", [3, 6])
+    damage(tmp_path / "c/6")
+    equal(restored(tmp_path / "c"), state(3))
+    assert "c/6 is damaged and passed over" in capsys.readouterr().err
+
+
+def test_only_damaged_ones(tmp_path):
+    saved(tmp_path / "c", [3])
+    remove(tmp_path / "c/3")
+    with pytest.raises(UserError, match="no checkpoint in .*c can be read"):
+        restored(tmp_path / "c")
+
+
+def test_every_flipped_bit_changes_the_checksum():
+    x = jnp.arange(6, dtype=jnp.float32).reshape(2, 3)
+    plain = checksums({"x": x})["x"]
+    bits = np.asarray(x).view(np.uint32)
+    for place in range(6):
+        for bit in range(32):
+            changed = bits.copy()
+            changed.reshape(-1)[place] ^= np.uint32(1 << bit)
+            assert checksums({"x": jnp.asarray(changed.view(np.float32))})["x"] != plain
+
+
+def test_checksum_by_hand_in_every_layout_and_type():
+    x = np.array([[1, 2, 3], [4, 5, 6]], np.int32)
+    expected = sum(int(v) * (2 * i + 1) for i, v in enumerate(x.reshape(-1)))
+    assert checksums({"x": jnp.asarray(x)}) == {"x": expected}
+    assert checksums({"x": jnp.float32(1)}) == {"x": 0x3F800000}
+    assert checksums({"x": jnp.bfloat16(1)}) == {"x": 0x3F80}
+    big = state(7)
+    assert checksums(big) == checksums(state(7, (1, 2, 4))) != checksums(state(8))
 
 
 def test_the_journal_goes_back_to_the_checkpoint(tmp_path):

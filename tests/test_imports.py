@@ -12,7 +12,7 @@ import fgrpo_jax
 PACKAGE = pathlib.Path(fgrpo_jax.__file__).parent
 ROWS = [
     "structs sharding distributed config",
-    "advantages losses pass_at_k tokenizer rewards arithmetic",
+    "advantages losses pass_at_k tokenizer rewards arithmetic workdir",
     "model optimizer prompts metrics",
     "weights logprobs sampler checkpoint",
     "rollouts update",

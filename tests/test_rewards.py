@@ -49,6 +49,10 @@ def test_boxed_answer(response, answer):
         ("0.0000001", "0.0000002", False),
         ("1/2", r"\frac{1}{2}", None),
         ("x", "y", None),
+        ("56", "5 6", None),
+        ("11/2", "1 1/2", None),
+        ("23", "２３", None),
+        ("$5$", " 5 ", True),
     ],
 )
 def test_quick_verdict(gold, answer, verdict):
@@ -117,11 +121,19 @@ def test_long_answers_are_wrong(scorer):
         ("it is -3, no: -4", "-4"),
         ("about 1,234.50 dollars", "1234.50"),
         ("none", None),
+        ("4,5", "5"),
+        ("12,345,678", "12345678"),
         ("", None),
     ],
 )
 def test_last_number(response, answer):
     assert last_number(response) == answer
+
+
+def test_number_takes_commas_in_the_gold_too():
+    with Scorer("number", workers=1, timeout=1.0) as scorer:
+        scores = scorer.score(["1,234"] * 3, ["1234", "it is 1,234.0!", "123"])
+    assert [s.correct for s in scores] == [True, True, False]
 
 
 def test_exact():

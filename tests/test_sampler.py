@@ -186,17 +186,26 @@ def test_sample_token_never_draws_what_has_no_probability():
     assert sample_token(logits, jnp.array([0.0, 0.5, almost_one])).tolist() == [41] * 3
 
 
-def test_nothing_compiles_twice(policy, params):
-    sample = make_sampler(policy, settings())
-    counts = []
-    listener = lambda name, *_, **__: counts.append(name)
-    sample(params, *prompt_batch(TEXTS), keys([0, 1, 2]))
+def test_each_function_is_compiled_once(policy, params):
+    """Three chunks, and then other prompts and keys: one prefill, one decode loop."""
+    compiled = []
+
+    def listener(name, *_, fun_name="", **__):
+        if "backend_compile" in name:
+            compiled.append(fun_name)
+
+    inputs = [(prompt_batch(TEXTS), keys([seed, 1, 2])) for seed in (0, 3)]
     jax.monitoring.register_event_duration_secs_listener(listener)
     try:
-        inputs = [(prompt_batch(TEXTS), keys([seed, 1, 2])) for seed in (3, 4)]
-        counts.clear()
+        sample = make_sampler(policy, settings(chunk=4))
         for prompts, key in inputs:
             sample(params, *prompts, key)
-        assert not [name for name in counts if "backend_compile" in name]
     finally:
         jax.monitoring.unregister_event_duration_listener(listener)
+    assert len(compiled) == 2, compiled
+
+
+def test_empty_prompts_say_nothing(policy, params):
+    tokens, length = prompt_batch([TEXTS[0], []])
+    out = make_sampler(policy, settings())(params, tokens, length, keys([0, 1]))
+    assert out.mask_BT[:N].any() and not out.mask_BT[N:].any()

@@ -8,7 +8,7 @@ from fgrpo_jax import losses, sharding
 from fgrpo_jax.logprobs import response_logprobs
 from fgrpo_jax.rollouts import put_batch
 from fgrpo_jax.structs import LearnerBatch
-from fgrpo_jax.update import UpdateSettings, init_state, make_update
+from fgrpo_jax.update import UpdateSettings, abstract_state, init_state, make_update
 
 B, C, T = 16, 4, 6
 SCHEDULE = optax.constant_schedule(1e-3)
@@ -40,8 +40,9 @@ def run(policy, params, batch, minis=1, micros=1, mesh=(1, 1, 1), steps=1, **cha
     devices = np.array(jax.devices()[: int(np.prod(mesh))]).reshape(mesh)
     mesh = jax.sharding.Mesh(devices, sharding.AXES)
     with jax.set_mesh(mesh):
-        state = init_state(policy, params, optimizer, mesh)
-        update = make_update(policy, optimizer, SCHEDULE, settings(**changes), mesh)
+        abstract = abstract_state(policy, optimizer, mesh)
+        state = init_state(params, optimizer, abstract)
+        update = make_update(policy, optimizer, SCHEDULE, settings(**changes), abstract)
         for _ in range(steps):
             state, metrics = update(state, put_batch(batch, minis, micros, mesh))
     return jax.device_get((state, metrics))
@@ -173,8 +174,9 @@ def test_compiles_once(policy, params):
     optimizer = optax.adamw(SCHEDULE)
     mesh = sharding.make_mesh(1, 4, 2)
     with jax.set_mesh(mesh):
-        state = init_state(policy, params, optimizer, mesh)
-        update = make_update(policy, optimizer, SCHEDULE, settings(), mesh)
+        abstract = abstract_state(policy, optimizer, mesh)
+        state = init_state(params, optimizer, abstract)
+        update = make_update(policy, optimizer, SCHEDULE, settings(), abstract)
         for seed in range(3):
             state, _ = update(state, put_batch(rows(seed), 1, 1, mesh))
         assert update._cache_size() == 1
@@ -184,7 +186,8 @@ def test_the_state_is_donated(policy, params):
     optimizer = optax.adamw(SCHEDULE)
     mesh = sharding.make_mesh(1, 8, 1)
     with jax.set_mesh(mesh):
-        state = init_state(policy, params, optimizer, mesh)
-        update = make_update(policy, optimizer, SCHEDULE, settings(), mesh)
+        abstract = abstract_state(policy, optimizer, mesh)
+        state = init_state(params, optimizer, abstract)
+        update = make_update(policy, optimizer, SCHEDULE, settings(), abstract)
         update(state, put_batch(rows(), 1, 1, mesh))
     assert all(x.is_deleted() for x in jax.tree.leaves(state.params))

@@ -1,0 +1,50 @@
+import json
+
+import pytest
+
+from fgrpo_jax import UserError, config, workdir
+
+
+@pytest.fixture
+def c():
+    return config.validate(config.default())
+
+
+def test_the_same_config_goes_on(tmp_path, c):
+    workdir.check(c, tmp_path / "run")
+    workdir.claim(c, tmp_path / "run")
+    workdir.check(c, tmp_path / "run")
+    assert json.loads((tmp_path / "run/config.json").read_text()) == config.keys(c)
+
+
+def test_another_config_is_refused_by_its_keys(tmp_path, c):
+    workdir.claim(c, tmp_path)
+    c.optim.lr = 0.5
+    c.seed = 4
+    with pytest.raises(
+        UserError, match=r"lr \(there 1e-06, here 0.5\), seed \(there 0, here 4\): give"
+    ):
+        workdir.check(c, tmp_path)
+
+
+def test_what_may_change(tmp_path, c):
+    workdir.claim(c, tmp_path)
+    c.steps = 500
+    c.mesh.tp = 2
+    workdir.check(c, tmp_path)
+    assert set(workdir.MAY_CHANGE) <= config.keys(c).keys()
+
+
+@pytest.mark.parametrize("content", ["{", "[1]", "3"])
+def test_a_broken_config_is_told(tmp_path, c, content):
+    (tmp_path / "config.json").write_text(content)
+    with pytest.raises(
+        UserError, match="config.json is no config of a run: give another --workdir"
+    ):
+        workdir.check(c, tmp_path)
+
+
+def test_a_place_that_cannot_be_written(tmp_path, c):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match="cannot be written"):
+        workdir.claim(c, tmp_path / "file" / "run")
