@@ -76,9 +76,11 @@ def focal_weight(correct_PN: Float[Array, "P N"], gamma: float) -> Float[Array, 
     """
     if gamma < 0:
         raise ValueError(f"gamma is {gamma}: it must be at least 0")
-    # Counted from the wrong ones: compiled, 1 - mean may come out below 0, whose power is NaN.
-    wrong_PN = 1 - _at_least_float32(correct_PN)
-    return (wrong_PN.sum(axis=1) / correct_PN.shape[1]) ** gamma
+    # Counted, and exact at both ends: compiled, 1 - mean may come out below 0, and N * (1 / N)
+    # below 1, since XLA divides by a constant through its reciprocal.
+    wrong_P = (1 - _at_least_float32(correct_PN)).sum(axis=1)
+    samples = correct_PN.shape[1]
+    return jnp.where(wrong_P == samples, 1, wrong_P / samples) ** gamma
 
 
 def _at_least_float32(x: Array) -> Array:

@@ -72,10 +72,10 @@ def restored(folder):
 
 
 def flip(folder):
-    path = data_files(folder / "state")[0]
-    data = bytearray(path.read_bytes())
-    data[len(data) // 2] ^= 1
-    path.write_bytes(data)
+    for path in (folder / "state").rglob("d/*"):  # the arrays' own files, and their copies
+        data = bytearray(path.read_bytes())
+        data[len(data) // 2] ^= 1
+        path.write_bytes(data)
 
 
 def remove(folder):

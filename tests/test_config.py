@@ -16,7 +16,7 @@ def test_each_key_is_read_somewhere():
     body = re.sub(r"POSITIVE = .*?return c\.lock\(\)", "", sources, flags=re.S)
     body = re.sub(r"def validate\(.*?return c\n", "", body, flags=re.S)
     body = re.sub(r"MAY_CHANGE = .*?split\(\)", "", body, flags=re.S)
-    assert len(sources) - len(body) > 8000
+    assert not any(name in body for name in ("POSITIVE =", "def validate(", "MAY_CHANGE ="))
     for key in config.keys(config.default()):
         section, _, leaf = key.rpartition(".")
         pattern = rf"\bc\.{re.escape(key)}\b" + (rf"|\b{section}\.{leaf}\b" if section else "")

@@ -152,7 +152,8 @@ def test_the_focal_weight_is_what_gamma_changes(tmp_path):
     """The same samples; then gradients that gamma scales, group by group."""
     records = {}
     for gamma in ("0", "2"):
-        out = run(tmp_path / gamma, f"algo.focal_gamma={gamma}", "steps=1", "rollout.prompts=8")
+        more = ["steps=1", "rollout.prompts=8", "algo.group_size=8", "rollout.max_response=32"]
+        out = run(tmp_path / gamma, f"algo.focal_gamma={gamma}", *more)
         assert out.returncode == 0, out.stderr
         (records[gamma],) = metrics(tmp_path / gamma)
     assert records["0"]["groups_mixed"] > 0

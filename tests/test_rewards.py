@@ -1,4 +1,5 @@
 import os
+import pathlib
 import signal
 import subprocess
 import sys
@@ -170,7 +171,7 @@ def test_a_worker_outlives_a_killed_parent_by_its_limit_at_most():
     deadline = time.monotonic() + 6
     while time.monotonic() < deadline:
         try:
-            stat = open(f"/proc/{worker}/stat").read()  # noqa: SIM115
+            stat = pathlib.Path(f"/proc/{worker}/stat").read_text()
         except OSError:
             return
         if stat.rpartition(")")[2].split()[0] == "Z":  # dead; who adopted it has not looked yet
