@@ -3,7 +3,7 @@
     python -m fgrpo_jax.main --config configs/smollm2_addition.py --config.model.path=FOLDER
 
 FOLDER: SmolLM2-135M-Instruct as a Qwen2 checkpoint. On two CPU cores about half a minute a step;
-the mean reward starts near 0.14 and more than doubles in 20 steps.
+the mean reward starts near 0.1 and passes 0.6 within ten steps.
 """
 
 from fgrpo_jax import config

@@ -2,7 +2,7 @@
 
     python -m fgrpo_jax.main --config configs/tiny_arithmetic_focal.py
 
-Two CPU cores: three to four minutes. Held-out pass@1 rises from about 40 % by 15 points or more.
+Two CPU cores: three to four minutes. Held-out pass@1 rises from 35 % to about 55 %.
 """
 
 from fgrpo_jax import config

@@ -71,7 +71,7 @@ def default() -> Config:
     c.learn.minibatch = 32  # prompts an optimizer update
     c.learn.microbatch = 256  # rows of a minibatch in memory at a time
     c.learn.epochs = 1  # passes over the rollouts of a step
-    c.learn.logit_chunk = 512  # response tokens whose logits are in memory at a time
+    c.learn.logit_chunk = 512  # response tokens a row whose logits are in memory at a time
 
     c.optim = _section()
     c.optim.lr = 1e-6  # peak learning rate
