@@ -146,7 +146,9 @@ def train(c: Config, workdir: pathlib.Path, console: Console) -> None:
             part = prompts.batch_at(examples, step, c.sft.rows, c.seed, slice(None))
             batch = put_batch(worked_batch(c, part, tokenizer), 1, 1, mesh)
             state, numbers = update(state, batch)
-            record = {"step": step + 1} | jax.device_get(numbers)
+            numbers = jax.device_get(numbers)
+            names = ("loss", "entropy", "grad_norm", "lr")  # nothing was sampled: no ratios
+            record = {"step": step + 1} | {name: numbers[name] for name in names}
             log.write(record)
             bar.show(step + 1, record)
             if step + 1 == c.sft.steps or (step + 1) % c.checkpoint.every == 0:
