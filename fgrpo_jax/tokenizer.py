@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os
 import pathlib
 from collections.abc import Sequence
 from typing import Any
@@ -41,6 +42,7 @@ class Tokenizer:
 
 def load(folder: pathlib.Path) -> Tokenizer:
     """The tokenizer of a folder; UserError where it is missing or has no chat template."""
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # that torch is missing
     from transformers import PreTrainedTokenizerFast  # seconds to import
 
     if not (folder / "tokenizer.json").exists():

@@ -176,6 +176,12 @@ def build(
     minibatches = size // c.learn.minibatch
     rows = c.learn.minibatch * c.algo.group_size
     microbatches = rows // min(rows, c.learn.microbatch)
+    updates = c.steps * minibatches * c.learn.epochs
+    if 0 < c.optim.decay_end < updates:
+        console.print(
+            f"warning: the learning rate is 0 from optimizer update {c.optim.decay_end} "
+            f"(optim.decay_end) to {updates}, the run's last"
+        )
     state = checkpoints.restore(abstract)
     if state is None:
         state = init_state(weights.load(folder, policy, mesh), optimizer, abstract)
