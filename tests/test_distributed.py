@@ -1,0 +1,51 @@
+import socket
+import subprocess
+
+import jax
+import numpy as np
+import pytest
+from test_main import ENVIRONMENT, ROOT, command, metrics
+
+from fgrpo_jax import distributed, sharding
+
+ONE_MINIBATCH = ("steps=2", "learn.minibatch=4")  # so that each update has the same rows
+
+
+def test_on_one_host_each_move_is_the_plain_one():
+    mesh = sharding.make_mesh(1, 8, 1)
+    x = np.arange(16, dtype=np.float32).reshape(8, 2)
+    there = distributed.to_global(x, sharding.activation(mesh, "BT"))
+    np.testing.assert_array_equal(distributed.to_host({"x": there})["x"], x)
+    np.testing.assert_array_equal(distributed.whole(there), x)
+    assert distributed.share(8) == slice(0, 8) and distributed.is_main()
+    assert distributed.total(2.5) == 2.5 and jax.process_count() == 1
+
+
+def test_two_processes_train_as_one(tmp_path):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    flags = command(tmp_path / "two", *ONE_MINIBATCH)
+    processes = [
+        subprocess.Popen(
+            flags,
+            cwd=ROOT,
+            env={
+                **ENVIRONMENT,
+                "JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{port}",
+                "JAX_NUM_PROCESSES": "2",
+                "JAX_PROCESS_ID": str(i),
+            },
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+        for i in range(2)
+    ]
+    assert [process.wait(timeout=300) for process in processes] == [0, 0]
+    subprocess.run(
+        command(tmp_path / "one", *ONE_MINIBATCH), cwd=ROOT, env=ENVIRONMENT, check=True,
+        stdout=subprocess.DEVNULL,
+    )  # fmt: skip
+    for one, two in zip(metrics(tmp_path / "one"), metrics(tmp_path / "two"), strict=True):
+        for name in ("loss", "entropy", "grad_norm"):
+            assert two[name] == pytest.approx(one[name], rel=1e-4, abs=1e-6), name
