@@ -133,10 +133,14 @@ def build(
     tokenizer = tokenizers.load(folder)
     policy = Policy(shape, DTYPES[c.model.dtype](), c.model.remat == "full", tokenizer.size)
     weights.check(folder, policy)
-    if max(tokenizer.stop_ids) >= shape.vocab:
-        raise UserError(f"{folder}: stop id {max(tokenizer.stop_ids)} is not in the vocabulary")
     train_set = prompts.load(c, c.data.source, "train", tokenizer)
     held_out = prompts.load(c, c.data.eval_source, "test", tokenizer)
+    largest = max(max(ids) for ids in (tokenizer.stop_ids, *train_set.tokens, *held_out.tokens))
+    if largest >= shape.vocab:
+        raise UserError(
+            f"{folder}: its tokenizer gives id {largest}, and the model has {shape.vocab} rows: "
+            "tokenizer and weights are of different models"
+        )
     optimizer = make_optimizer(c.optim)
     abstract = abstract_state(policy, optimizer, mesh)
     console.print(

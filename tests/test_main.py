@@ -213,6 +213,13 @@ def missing_tensor(tmp_path):
     return [f"model.path={folder}"]
 
 
+def small_vocabulary(tmp_path):
+    folder = copy_of_tiny(tmp_path)
+    config = json.loads((folder / "config.json").read_text()) | {"vocab_size": 200}
+    qwen2_folder.write(folder, config)
+    return [f"model.path={folder}"]
+
+
 def empty_data(tmp_path):
     (tmp_path / "empty.jsonl").write_text("\n")
     return [f"data.source=jsonl:{tmp_path / 'empty.jsonl'}"]
@@ -227,6 +234,7 @@ def empty_data(tmp_path):
         (missing_tensor, "lacks tensor model.layers.1.self_attn.k_proj.bias"),
         (wrong_shape, "mlp.down_proj.weight has shape (96, 384), and config.json needs (96, 100)"),
         (no_template, "has no chat template"),
+        (small_vocabulary, "tokenizer gives id 260, and the model has 200 rows"),
         (empty_data, "empty.jsonl has no problem: it is empty"),
         (["data.max_prompt=3"], "prompts of arithmetic are longer than data.max_prompt, 3 tokens"),
         (["mesh.fsdp=3"], "there are 1 devices"),
