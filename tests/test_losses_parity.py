@@ -2,6 +2,7 @@
 
 import json
 import os
+import pathlib
 
 import jax
 import jax.numpy as jnp
@@ -12,9 +13,8 @@ from conftest import DATA
 from fgrpo_jax import losses
 from fgrpo_jax.advantages import group_advantage
 
-FILE = json.loads(
-    open(os.environ.get("FGRPO_LOSS_PARITY", DATA / "loss_parity.json")).read()  # noqa: SIM115
-)
+PATH = pathlib.Path(os.environ.get("FGRPO_LOSS_PARITY", DATA / "loss_parity.json"))
+FILE = json.loads(PATH.read_text())
 SURROGATES = {"loss/vanilla": losses.ppo_clip, "loss/cispo": losses.cispo}
 
 
