@@ -34,15 +34,20 @@ def rows(seed=0):
     )
 
 
+def start(policy, params, optimizer, mesh, **changes):
+    """The state before the first step, and the update that takes it."""
+    abstract = abstract_state(policy, optimizer, mesh)
+    update = make_update(policy, optimizer, SCHEDULE, settings(**changes), abstract)
+    return init_state(params, optimizer, abstract), update
+
+
 def run(policy, params, batch, minis=1, micros=1, mesh=(1, 1, 1), steps=1, **changes):
     """New params, and the metrics of the last step. One device unless the mesh says more."""
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(SCHEDULE, eps=1e-3))
     devices = np.array(jax.devices()[: int(np.prod(mesh))]).reshape(mesh)
     mesh = jax.sharding.Mesh(devices, sharding.AXES)
     with jax.set_mesh(mesh):
-        abstract = abstract_state(policy, optimizer, mesh)
-        state = init_state(params, optimizer, abstract)
-        update = make_update(policy, optimizer, SCHEDULE, settings(**changes), abstract)
+        state, update = start(policy, params, optimizer, mesh, **changes)
         for _ in range(steps):
             state, metrics = update(state, put_batch(batch, minis, micros, mesh))
     return jax.device_get((state, metrics))
@@ -171,23 +176,17 @@ def test_drift_is_measured_on_real_tokens(policy, params):
 
 
 def test_compiles_once(policy, params):
-    optimizer = optax.adamw(SCHEDULE)
     mesh = sharding.make_mesh(1, 4, 2)
     with jax.set_mesh(mesh):
-        abstract = abstract_state(policy, optimizer, mesh)
-        state = init_state(params, optimizer, abstract)
-        update = make_update(policy, optimizer, SCHEDULE, settings(), abstract)
+        state, update = start(policy, params, optax.adamw(SCHEDULE), mesh)
         for seed in range(3):
             state, _ = update(state, put_batch(rows(seed), 1, 1, mesh))
         assert update._cache_size() == 1
 
 
 def test_the_state_is_donated(policy, params):
-    optimizer = optax.adamw(SCHEDULE)
     mesh = sharding.make_mesh(1, 8, 1)
     with jax.set_mesh(mesh):
-        abstract = abstract_state(policy, optimizer, mesh)
-        state = init_state(params, optimizer, abstract)
-        update = make_update(policy, optimizer, SCHEDULE, settings(), abstract)
+        state, update = start(policy, params, optax.adamw(SCHEDULE), mesh)
         update(state, put_batch(rows(), 1, 1, mesh))
     assert all(x.is_deleted() for x in jax.tree.leaves(state.params))
