@@ -5,29 +5,12 @@ import importlib.util
 import pathlib
 import re
 from collections.abc import Sequence
-from typing import Any
+from types import ModuleType
 
 from ml_collections import ConfigDict, config_dict
 
 from fgrpo_jax import UserError
-
-Config = Any  # a locked ConfigDict whose attributes are the keys of default()
-
-ALGORITHMS = {  # algo.name -> the published (clip_low, clip_high, dual_clip); 0 is no dual clip
-    "grpo": (0.2, 0.2, 3.0),
-    "dapo": (0.2, 0.28, 3.0),  # clip-higher
-    "cispo": (1.0, 5.0, 0.0),  # ScaleRL's bounds: importance weights in [0, 6]
-}
-POSITIVE = (
-    "steps algo.group_size rollout.prompts rollout.max_response rollout.chunk "
-    "rollout.temperature learn.minibatch learn.microbatch learn.epochs learn.logit_chunk "
-    "data.max_prompt score.workers score.timeout checkpoint.every checkpoint.keep eval.samples "
-    "eval.problems optim.lr optim.clip_norm mesh.replica mesh.tp sft.steps sft.rows"
-).split()
-NOT_NEGATIVE = (
-    "seed algo.focal_gamma algo.clip_low algo.clip_high algo.dual_clip optim.warmup "
-    "optim.decay_start optim.weight_decay eval.every eval.temperature sft.slips"
-).split()
+from fgrpo_jax.validation import Config, keys, validate
 
 
 def default() -> Config:
@@ -52,20 +35,53 @@ def default() -> Config:
     c.score = _section()
     c.score.workers = 2  # processes that judge answers
     c.score.timeout = 5.0  # seconds of wall time an answer, after which it is wrong
+    c.score.wrong = 0.0  # reward of a wrong answer; the paper: 0 or -1
+    c.score.right = 1.0  # reward of a right one
+    c.score.overlong_buffer = 0  # last tokens of a response over which its reward falls; 0: off
+    c.score.overlong_factor = 1.0  # by how much it has fallen at the limit
+    c.score.unlikeliness = 0.0  # share taken off the likeliest right answer; paper: 0.25; 0: off
 
     c.algo = _section()
-    c.algo.name = "grpo"  # grpo, dapo or cispo
+    c.algo.name = "grpo"  # the surrogate: grpo dapo cispo gspo gspo_token gmpo sapo reinforce
     c.algo.group_size = 8  # N, samples a prompt
     c.algo.focal_gamma = 0.5  # exponent of the focal weight (1 - success rate) ** gamma; 0: off
     c.algo.clip_low = config_dict.placeholder(float)  # ratio kept above 1 - low; None: published
     c.algo.clip_high = config_dict.placeholder(float)  # ratio kept below 1 + high; None: published
     c.algo.dual_clip = config_dict.placeholder(float)  # loss bound c |A| at A < 0; 0: none
+    c.algo.aggregator = config_dict.placeholder(str)  # as validation.AGGREGATORS; None: published
+    c.algo.advantage = "grpo"  # as validation.ADVANTAGES
+    c.algo.std_eps = 1e-6  # added to standard deviations; verl 1e-6, TRL 1e-4
+    c.algo.pass_k = 4  # k of pkpo
+    c.algo.smooth_right = 0.05  # of ds_grpo, times -log-probability, where right
+    c.algo.smooth_wrong = 0.05  # the same, times log-probability, where wrong
+    c.algo.domain_weight = "log"  # of disco, by a kind's share of the data: log log_squared inverse
+    c.algo.tau_right = 1.0  # sapo's temperature where the advantage is above 0
+    c.algo.tau_wrong = 1.05  # and elsewhere
+    c.algo.lambda_ratio = 1 / 9  # r of lambda_grpo: standard deviations of length to weight
+    c.algo.lambda_lr = 0.1  # learning rate of lambda_grpo's exponent, which starts at 0
+    c.algo.truncated = "keep"  # cut-off samples: keep, mask (no loss), drop (no statistics either)
+    c.algo.entropy_coef = 0.0  # times the entropy, taken off the loss; 0: off
+
+    c.kl = _section()
+    c.kl.coef = 0.0  # times the KL to the reference; 0: off, and no reference is loaded
+    c.kl.place = "loss"  # loss, or reward
+    c.kl.estimator = "k3"  # k1 k2 k3 abs k1+ k3+; +: with the gradient of k2
+    c.kl.reference = ""  # Hugging Face folder of the reference; empty: model.path
+
+    c.importance = _section()  # weights of the loss where sampler and trainer differ
+    c.importance.kind = "none"  # none, truncate (TIS) or mask (IcePop)
+    c.importance.level = "token"  # token, or sequence: the product over it
+    c.importance.low = 0.5  # mask: smaller weights become 0
+    c.importance.high = 2.0  # truncate: larger weights become this; mask: 0
 
     c.rollout = _section()
     c.rollout.prompts = 32  # P, prompts a step
     c.rollout.max_response = 32  # T, tokens
     c.rollout.temperature = 1.0  # above 0; divides the training log-probabilities too
     c.rollout.chunk = 64  # decode steps between two looks of the host
+    c.rollout.subset = 0  # PODS: samples a prompt, of greatest variance, that are trained; 0: all
+    c.rollout.dynamic = False  # DAPO: only groups both right and wrong count; draw until P of them
+    c.rollout.attempts = 10  # dynamic: batches of P prompts drawn a step, at most
 
     c.learn = _section()
     c.learn.minibatch = 32  # prompts an optimizer update
@@ -115,46 +131,42 @@ def _section() -> Config:
     return ConfigDict()
 
 
-def keys(c: Config, prefix: str = "") -> dict[str, Any]:
-    """The config flattened: "algo.focal_gamma" -> value."""
-    flat = {}
-    for name, value in c.items():
-        flat |= (
-            keys(value, f"{prefix}{name}.")
-            if isinstance(value, ConfigDict)
-            else {f"{prefix}{name}": value}
-        )
-    return flat
-
-
-def load(path: str, overrides: Sequence[str] = ()) -> Config:
-    """The config of a file's get_config(), with overrides "a.b=value" applied, validated.
+def load(path: str, overrides: Sequence[str] = (), methods: Sequence[str] = ()) -> Config:
+    """The config of a file's get_config(), with the apply(c) of each method file and then the
+    overrides "a.b=value" applied, validated.
 
     Raises UserError with one sentence for an unreadable file, an unknown or mistyped key, or
     values that do not fit together.
     """
     c = _from_file(path)
+    for method in methods:
+        _call(method, "method", "apply", c)
     for override in overrides:
         _override(c, override)
     return validate(c)
 
 
-def _from_file(path: str) -> Config:
+def _call(path: str, flag: str, function: str, *arguments: Config) -> Config | None:
+    """What the function of a Python file that a flag names returns."""
     if not pathlib.Path(path).is_file():
-        raise UserError(f"config file {path} does not exist: give --config a Python file")
+        raise UserError(f"{flag} file {path} does not exist: give --{flag} a Python file")
     spec = importlib.util.spec_from_file_location("fgrpo_jax_config_file", path)
     if spec is None or spec.loader is None:
-        raise UserError(f"config file {path} is not a Python file: its name must end in .py")
-    module = importlib.util.module_from_spec(spec)
+        raise UserError(f"{flag} file {path} is not a Python file: its name must end in .py")
+    module: ModuleType = importlib.util.module_from_spec(spec)
     try:
         spec.loader.exec_module(module)
-        c = module.get_config()
+        return getattr(module, function)(*arguments)
     except Exception as error:
         reason = str(error).strip().splitlines() or [type(error).__name__]
         key = re.search(r'Key "(\w+)"', reason[0])
         hint = _nearest(key[1]) if key and isinstance(error, AttributeError | KeyError) else ""
         reason = f"{key[1]!r} is not a key" if hint and key else reason[0]
-        raise UserError(f"config file {path} cannot be read: {reason}{hint}") from error
+        raise UserError(f"{flag} file {path} cannot be read: {reason}{hint}") from error
+
+
+def _from_file(path: str) -> Config:
+    c = _call(path, "config", "get_config")
     if not isinstance(c, ConfigDict):
         raise UserError(f"config file {path}: get_config() must return a ConfigDict")
     expected, given = keys(default()).keys(), keys(c).keys()
@@ -185,101 +197,9 @@ def _override(c: Config, text: str) -> None:
     for name in path:
         node = node[name]
     kind = node.get_type(leaf)
+    read = {"true": True, "false": False}.__getitem__ if kind is bool else kind
     try:
-        node[leaf] = None if value == "None" and node[leaf] is None else kind(value)
-    except ValueError:
+        value = value.lower() if kind is bool else value
+        node[leaf] = None if value == "None" and node[leaf] is None else read(value)
+    except (ValueError, KeyError):
         raise UserError(f"config key {key} takes {kind.__name__}, not {value!r}") from None
-
-
-def validate(c: Config) -> Config:
-    """Fills algo's bounds from the method's published ones; UserError on what cannot work."""
-
-    def need(condition: bool, sentence: str) -> None:
-        if not condition:
-            raise UserError(sentence)
-
-    need(
-        c.algo.name in ALGORITHMS,
-        f"algo.name is {c.algo.name!r}: it must be one of {', '.join(ALGORITHMS)}",
-    )
-    for key, published in zip(
-        ("clip_low", "clip_high", "dual_clip"), ALGORITHMS[c.algo.name], strict=True
-    ):
-        if c.algo[key] is None:
-            c.algo[key] = published
-    flat = keys(c)
-    for key in POSITIVE:
-        need(flat[key] > 0, f"{key} is {flat[key]}: it must be above 0")
-    for key in NOT_NEGATIVE:
-        need(flat[key] >= 0, f"{key} is {flat[key]}: it must not be below 0")
-    need(c.mesh.fsdp > 0 or c.mesh.fsdp == -1, "mesh.fsdp must be above 0, or -1 for all devices")
-    for key, values in (
-        ("model.dtype", ("auto", "float32", "bfloat16")),
-        ("model.remat", ("none", "full")),
-        ("reward", ("math", "number", "exact")),
-    ):
-        need(flat[key] in values, f"{key} is {flat[key]!r}: it must be one of {', '.join(values)}")
-    need(
-        "{problem}" in c.data.template,
-        f"data.template is {c.data.template!r}: it must hold {{problem}}",
-    )
-    for key in ("data.source", "data.eval_source"):
-        kind, _, rest = flat[key].partition(":")
-        need(
-            kind == "arithmetic" or (kind == "jsonl" and bool(rest)),
-            f"{key} is {flat[key]!r}: it must be arithmetic[:KINDS] or jsonl:PATH",
-        )
-    need(
-        c.algo.name != "cispo" or c.algo.dual_clip == 0,
-        f"algo.dual_clip is {c.algo.dual_clip}: CISPO has no dual clip, set it to 0",
-    )
-    need(
-        c.algo.name == "cispo" or c.algo.clip_low < 1,
-        f"algo.clip_low is {c.algo.clip_low}: a ratio cannot be clipped at 1 - low <= 0",
-    )
-    need(
-        c.algo.dual_clip == 0 or c.algo.dual_clip > 1,
-        f"algo.dual_clip is {c.algo.dual_clip}: it must be above 1, or 0 for none",
-    )
-    need(
-        c.rollout.prompts % c.learn.minibatch == 0,
-        f"rollout.prompts is {c.rollout.prompts}: it must be a multiple of learn.minibatch, "
-        f"{c.learn.minibatch}",
-    )
-    start, end = c.optim.decay_start, c.optim.decay_end
-    need(
-        (start == end == 0) or c.optim.warmup <= start < end,
-        f"optim.decay_start and optim.decay_end are {start} and {end}: the fall must begin after "
-        f"optim.warmup, {c.optim.warmup}, and before it ends",
-    )
-    rows = c.learn.minibatch * c.algo.group_size
-    need(
-        rows % min(rows, c.learn.microbatch) == 0,
-        f"learn.microbatch is {c.learn.microbatch}: it must divide the minibatch's {rows} rows "
-        "(learn.minibatch * algo.group_size)",
-    )
-    return c
-
-
-def check_mesh(c: Config, devices: int) -> tuple[int, int, int]:
-    """(replica, fsdp, tp) on so many devices; UserError where mesh or batch do not divide."""
-    replica, fsdp, tp = c.mesh.replica, c.mesh.fsdp, c.mesh.tp
-    if fsdp == -1:
-        fsdp = max(1, devices // (replica * tp))
-    if replica * fsdp * tp != devices:
-        raise UserError(
-            f"mesh.replica * mesh.fsdp * mesh.tp is {replica} * {fsdp} * {tp} = "
-            f"{replica * fsdp * tp}, and there are {devices} devices"
-        )
-    shards = replica * fsdp
-    rows = c.learn.minibatch * c.algo.group_size
-    for key, size in (
-        ("rollout.prompts", c.rollout.prompts),
-        ("learn.microbatch", min(c.learn.microbatch, rows)),
-    ):
-        if size % shards:
-            raise UserError(
-                f"{key} is {size}: it must be a multiple of the {shards} devices that share rows "
-                f"(mesh.replica {replica} * mesh.fsdp {fsdp})"
-            )
-    return replica, fsdp, tp

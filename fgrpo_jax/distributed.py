@@ -46,14 +46,14 @@ def to_global(array: np.ndarray, sharding: jax.sharding.Sharding) -> jax.Array:
     return jax.make_array_from_process_local_data(sharding, array)
 
 
-def to_host(tree: Any) -> Any:
-    """This host's rows of arrays whose first axis is shared by rows, as numpy."""
+def to_host(tree: Any, axis: int = 0) -> Any:
+    """This host's rows of arrays whose given axis is shared by rows, as numpy."""
 
     def local(x: jax.Array) -> np.ndarray:
         if jax.process_count() == 1:
             return np.asarray(x)
-        shards = {shard.index[0].start or 0: shard.data for shard in x.addressable_shards}
-        return np.concatenate([np.asarray(shards[start]) for start in sorted(shards)])
+        shards = {shard.index[axis].start or 0: shard.data for shard in x.addressable_shards}
+        return np.concatenate([np.asarray(shards[start]) for start in sorted(shards)], axis)
 
     return jax.tree.map(local, tree)
 

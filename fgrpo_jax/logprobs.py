@@ -17,6 +17,7 @@ def response_logprobs(
     response: int,
     temperature: float,
     chunk: int,
+    entropy_gradient: bool = False,
 ) -> tuple[Float[Array, "B T"], Float[Array, "B T"]]:
     """log pi(token) of the last T tokens of each row, and the entropy of pi there, in nats.
 
@@ -26,6 +27,7 @@ def response_logprobs(
         response: T, response columns.
         temperature: above 0; it divides the logits, as in sampling.
         chunk: response columns whose logits are in memory at a time.
+        entropy_gradient: whether the entropy passes its gradient, as an entropy bonus needs.
     """
     with jax.named_scope("logprobs"):
         hidden_BSD = policy.hidden(params, tokens_BS, start_B)
@@ -36,9 +38,8 @@ def response_logprobs(
         def piece(hidden_BtD, target_Bt):
             logits_BtV = policy.logits(params, hidden_BtD, temperature)
             logp_BtV = jax.nn.log_softmax(logits_BtV, axis=-1)
-            # the training gradient never passes through the entropy
-            quiet_BtV = jax.lax.stop_gradient(logp_BtV)
-            entropy_Bt = -(jnp.exp(quiet_BtV) * quiet_BtV).sum(axis=-1)
+            seen_BtV = logp_BtV if entropy_gradient else jax.lax.stop_gradient(logp_BtV)
+            entropy_Bt = -(jnp.exp(seen_BtV) * seen_BtV).sum(axis=-1)
             return jnp.take_along_axis(logp_BtV, target_Bt[..., None], axis=-1)[..., 0], entropy_Bt
 
         if response <= chunk:

@@ -1,4 +1,4 @@
-"""python -m fgrpo_jax.main --config FILE [--workdir DIR] [--config.a.b=value ...]"""
+"""python -m fgrpo_jax.main --config FILE [--method FILE] [--workdir DIR] [--config.KEY=VALUE]"""
 
 import argparse
 import os
@@ -19,6 +19,9 @@ def run(job: Job, description: str, argv: Sequence[str]) -> int:
     """Reads the flags, runs the job, returns the exit code: 0 done, 2 a mistake of the user's."""
     parser = argparse.ArgumentParser(description=description, allow_abbrev=False)
     parser.add_argument("--config", required=True, help="Python file with get_config()")
+    parser.add_argument(
+        "--method", action="append", default=[], help="Python file with apply(c); may be repeated"
+    )
     parser.add_argument("--workdir", help="where the run lives; default runs/<name of the config>")
     arguments, rest = parser.parse_known_args(argv)
     console = Console(highlight=False, soft_wrap=True)
@@ -26,8 +29,9 @@ def run(job: Job, description: str, argv: Sequence[str]) -> int:
         for flag in rest:
             if not flag.startswith("--config."):
                 raise UserError(f"unknown flag {flag}: settings are given as --config.KEY=VALUE")
-        c = config.load(arguments.config, [flag.removeprefix("--config.") for flag in rest])
-        name = pathlib.Path(arguments.config).stem
+        overrides = [flag.removeprefix("--config.") for flag in rest]
+        c = config.load(arguments.config, overrides, arguments.method)
+        name = "_".join(pathlib.Path(file).stem for file in (arguments.config, *arguments.method))
         job(c, pathlib.Path(arguments.workdir or f"runs/{name}"), console)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)

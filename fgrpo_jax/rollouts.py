@@ -22,11 +22,14 @@ def make_collect(
     tokenizer: Tokenizer,
     scorer: Scorer,
     mesh: Mesh,
+    wrong: float = 0.0,
+    right: float = 1.0,
 ) -> Collect:
     """collect(params, prompts, key) -> Rollouts; params in the `decode` layout.
 
-    Each row's key derives from `key`, the prompt's position and the sample's number, so that a
-    row is the same in any batch and on any mesh.
+    A score of 0 is rewarded by `wrong`, one of 1 by `right`. Each row's key derives from `key`,
+    the prompt's position and the sample's number, so that a row is the same in any batch and on
+    any mesh.
     """
     rows = sharding.activation(mesh, "B")
 
@@ -52,14 +55,17 @@ def make_collect(
         )
         golds = [problem.answer for problem in prompts.problems for _ in range(samples)]
         scores = scorer.score(golds, responses)
+        reward_B = np.array([s.reward for s in scores], np.float32)
+        correct_B = np.array([s.correct for s in scores], np.float32)
         return Rollouts(
             prompts,
             out.tokens_BT,
             out.mask_BT,
             out.logp_BT,
             out.finished_B,
-            np.array([s.reward for s in scores], np.float32).reshape(-1, samples),
-            np.array([s.correct for s in scores], np.float32).reshape(-1, samples),
+            (wrong + (right - wrong) * reward_B).reshape(-1, samples),
+            correct_B.reshape(-1, samples),
+            np.ones((real // samples, samples), bool),
             responses,
             tuple(s.info for s in scores),
         )
@@ -73,18 +79,33 @@ def learner_batch(
     minibatches: int,
     microbatches: int,
     mesh: Mesh,
+    mask_truncated: bool = False,
+    with_lengths: bool = False,
 ) -> LearnerBatch:
-    """The rows of all hosts on the mesh, each split as [minibatches, microbatches, rows]."""
+    """The rows of all hosts on the mesh, each split as [minibatches, microbatches, rows].
+
+    Args:
+        mask_truncated: whether cut-off samples, as invalid ones always, leave the loss.
+        with_lengths: whether to carry the lengths of each row's group.
+    """
     samples = rollouts.tokens_BT.shape[0] // rollouts.prompts.tokens_PC.shape[0]
     tokens_PC, length_P = rollouts.prompts.tokens_PC, rollouts.prompts.length_P
     prompt_BC = np.repeat(tokens_PC, samples, axis=0)
     start_B = np.repeat(tokens_PC.shape[1] - length_P, samples)
+    trained_B = rollouts.valid_PN.reshape(-1) & (rollouts.finished_B | (not mask_truncated))
+    length_BN = None
+    if with_lengths:
+        length_PN = rollouts.mask_BT.sum(axis=1, dtype=np.int32).reshape(-1, samples)
+        own_first = [np.roll(length_PN, -n, axis=1) for n in range(samples)]
+        length_BN = np.stack(own_first, axis=1).reshape(-1, samples)
     batch = LearnerBatch(
         tokens_BS=np.concatenate([prompt_BC, rollouts.tokens_BT], axis=1),
         start_B=start_B,
-        mask_BT=rollouts.mask_BT,
+        mask_BT=rollouts.mask_BT & trained_B[:, None],
         advantage_B=np.asarray(advantage_PN).reshape(-1),
         sampler_logp_BT=rollouts.sampler_logp_BT,
+        ref_logp_BT=rollouts.ref_logp_BT,
+        length_BN=length_BN,
     )
     return put_batch(batch, minibatches, microbatches, mesh)
 

@@ -13,12 +13,13 @@ import jax
 import numpy as np
 from rich.console import Console
 
-from fgrpo_jax import UserError, config, metrics, prompts, sharding, weights
+from fgrpo_jax import UserError, metrics, prompts, sharding, validation, weights
 from fgrpo_jax import tokenizer as tokenizers
 from fgrpo_jax import workdir as workdirs
 from fgrpo_jax.checkpoint import Checkpoints
 from fgrpo_jax.config import Config
 from fgrpo_jax.model import DTYPES, Policy
+from fgrpo_jax.objective import Objective
 from fgrpo_jax.optimizer import make_optimizer, make_schedule
 from fgrpo_jax.rollouts import put_batch
 from fgrpo_jax.structs import LearnerBatch
@@ -126,10 +127,10 @@ def train(c: Config, workdir: pathlib.Path, console: Console) -> None:
     new_folder(c, folder)
     tokenizer = tokenizers.load(folder)
     policy = Policy(weights.model_config(folder), DTYPES[c.model.dtype](), tokens=tokenizer.size)
-    mesh = sharding.make_mesh(*config.check_mesh(c, jax.device_count()))
+    mesh = sharding.make_mesh(*validation.check_mesh(c, jax.device_count()))
     examples = prompts.load(c, c.data.source, "train", tokenizer)
     optimizer = make_optimizer(c.optim)
-    settings = UpdateSettings("sft", 0.0, 0.0, 0.0, 1.0, 1, c.learn.logit_chunk)
+    settings = UpdateSettings(Objective("reinforce"), 1.0, 1, c.learn.logit_chunk)
     abstract = abstract_state(policy, optimizer, mesh)
     update = make_update(policy, optimizer, make_schedule(c.optim), settings, abstract)
     with (

@@ -51,8 +51,10 @@ class Rollouts:
     finished_B: Bool[np.ndarray, " B"]
     reward_PN: Float[np.ndarray, "P N"]  # shaped; the advantage is made of it
     correct_PN: Float[np.ndarray, "P N"]  # raw correctness, 0 or 1; the focal weight is made of it
+    valid_PN: Bool[np.ndarray, "P N"]  # false: out of the group's statistics and of the loss
     responses: tuple[str, ...]  # decoded, for judging and for reading; never tokenised again
     verdicts: tuple[str, ...]  # rewards.VERDICTS, one a response
+    ref_logp_BT: Float[np.ndarray, "B T"] | None = None  # of the reference policy, if there is one
 
 
 @struct.dataclass
@@ -64,6 +66,8 @@ class LearnerBatch:
     mask_BT: Leaf  # bool [B, T], response tokens that are trained
     advantage_B: Leaf  # float32 [B], focal weight applied
     sampler_logp_BT: Leaf  # float32 [B, T]
+    ref_logp_BT: Leaf = None  # float32 [B, T], of the reference policy; None: no KL in the loss
+    length_BN: Leaf = None  # int32 [B, N], tokens of each row of the group, the row's own first
 
 
 @struct.dataclass
@@ -73,3 +77,5 @@ class TrainState:
     params: Any  # float32 master weights
     opt_state: Any
     step: Leaf  # int32 [], rollout steps done
+    draws: Leaf  # int32 [], batches of prompts drawn: the data's position
+    exponent: Leaf  # float32 [], lambda-GRPO's; 0 where it is not trained

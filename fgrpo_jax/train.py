@@ -13,26 +13,30 @@ from rich.console import Console
 
 from fgrpo_jax import (
     UserError,
-    config,
     distributed,
     metrics,
     prompts,
     report,
     rewards,
     sharding,
+    validation,
     weights,
 )
 from fgrpo_jax import tokenizer as tokenizers
 from fgrpo_jax import workdir as workdirs
-from fgrpo_jax.advantages import focal_weight, group_advantage
+from fgrpo_jax.advantages import focal_weight
 from fgrpo_jax.checkpoint import Checkpoints
 from fgrpo_jax.config import Config
+from fgrpo_jax.estimators import make_advantage, shape_rewards
 from fgrpo_jax.evaluate import make_evaluate
 from fgrpo_jax.model import DTYPES, Policy
+from fgrpo_jax.objective import make_objective
 from fgrpo_jax.optimizer import make_optimizer, make_schedule
+from fgrpo_jax.reference import make_reference
 from fgrpo_jax.rollouts import Collect, learner_batch, make_collect
 from fgrpo_jax.sampler import SamplerSettings, make_sampler
-from fgrpo_jax.structs import LearnerBatch, Prompts, Rollouts, TrainState
+from fgrpo_jax.selection import Draw, make_draw, most_varied
+from fgrpo_jax.structs import LearnerBatch, Rollouts, TrainState
 from fgrpo_jax.update import UpdateSettings, abstract_state, init_state, make_update
 
 
@@ -40,9 +44,10 @@ from fgrpo_jax.update import UpdateSettings, abstract_state, init_state, make_up
 class Parts:
     """What the loop is made of, built from the config."""
 
-    prompts_at: Callable[[int], Prompts]  # by step
     decode_params: Callable[[Any], Any]
-    collect: Collect
+    draw: Draw
+    shape: Callable[[Rollouts], Rollouts]  # rewards shaped, samples chosen
+    advantage: Callable[[Rollouts], jax.Array]
     split: Callable[[Rollouts, jax.Array], LearnerBatch]
     update: Callable[[TrainState, LearnerBatch], tuple[TrainState, dict[str, jax.Array]]]
     evaluate: Callable[[Any, jax.Array], dict[str, Any]]
@@ -58,7 +63,7 @@ def train(c: Config, workdir: pathlib.Path, console: Console) -> dict[str, Any]:
     clock = metrics.Clock()
     with contextlib.ExitStack() as stack:
         parts, state = build(c, workdir, console, stack)
-        first_step = int(state.step)
+        first_step, draws, gamma = int(state.step), int(state.draws), c.algo.focal_gamma
         log = metrics.Journal(workdir / "metrics.jsonl", first_step)
         evals = metrics.Journal(workdir / "evals.jsonl", first_step)
         clock.go_on(log.records)
@@ -77,19 +82,27 @@ def train(c: Config, workdir: pathlib.Path, console: Console) -> dict[str, Any]:
             watch = metrics.Stopwatch()
             key = jax.random.fold_in(root_key, step)
             with watch("rollout"):  # prompts -> tokens -> scores
-                rollouts = parts.collect(
-                    parts.decode_params(state.params), parts.prompts_at(step), key
-                )
+                params = parts.decode_params(state.params)
+                try:
+                    rollouts, drawn, draws = parts.draw(params, draws, key)
+                except UserError:
+                    parts.checkpoints.save(state, step)
+                    raise
             with watch("update"):
-                adv_PN = group_advantage(rollouts.reward_PN)  # GRPO
-                adv_PN *= focal_weight(rollouts.correct_PN, c.algo.focal_gamma)[:, None]  # F-GRPO
+                weight_P = focal_weight(rollouts.correct_PN, gamma, rollouts.valid_PN)
+                rollouts = parts.shape(rollouts)
+                adv_PN = parts.advantage(rollouts)  # GRPO or a relative
+                adv_PN *= weight_P[:, None]  # F-GRPO
                 state, numbers = parts.update(state, parts.split(rollouts, adv_PN))
+                state = dataclasses.replace(
+                    state, draws=jax.device_put(np.int32(draws), state.draws.sharding)
+                )
                 numbers = jax.device_get(numbers)
             if not np.isfinite(numbers["loss"] + numbers["grad_norm"]):
                 raise FloatingPointError(
                     f"step {step + 1}: loss or gradient is not finite; nothing of it was saved"
                 )
-            record = metrics.rollout_metrics(rollouts) | numbers
+            record = metrics.rollout_metrics(drawn) | numbers
             record |= watch.metrics(distributed.total(rollouts.mask_BT.sum())) | clock.read()
             log.write({"step": step + 1, **record})
             bar.show(step + 1, record)
@@ -129,10 +142,12 @@ def build(
     workdirs.check(c, workdir)
     folder = weights.resolve(c.model.path)
     shape = weights.model_config(folder)
-    mesh = sharding.make_mesh(*config.check_mesh(c, jax.device_count()))
+    mesh = sharding.make_mesh(*validation.check_mesh(c, jax.device_count()))
     tokenizer = tokenizers.load(folder)
     policy = Policy(shape, DTYPES[c.model.dtype](), c.model.remat == "full", tokenizer.size)
     weights.check(folder, policy)
+    reference_folder = weights.resolve(c.kl.reference or c.model.path)
+    weights.check(reference_folder, policy)
     train_set = prompts.load(c, c.data.source, "train", tokenizer)
     held_out = prompts.load(c, c.data.eval_source, "test", tokenizer)
     largest = max(max(ids) for ids in (tokenizer.stop_ids, *train_set.tokens, *held_out.tokens))
@@ -158,7 +173,15 @@ def build(
         settings = SamplerSettings(
             samples, c.rollout.max_response, temperature, tokenizer.stop_ids, c.rollout.chunk
         )
-        return make_collect(make_sampler(policy, settings), samples, tokenizer, scorer, mesh)
+        return make_collect(
+            make_sampler(policy, settings),
+            samples,
+            tokenizer,
+            scorer,
+            mesh,
+            c.score.wrong,
+            c.score.right,
+        )
 
     size, share = c.rollout.prompts, distributed.share(c.rollout.prompts)
     evaluate = make_evaluate(
@@ -169,35 +192,46 @@ def build(
         c.eval.samples,
     )
     settings = UpdateSettings(
-        surrogate=c.algo.name,
-        clip_low=c.algo.clip_low,
-        clip_high=c.algo.clip_high,
-        dual_clip=c.algo.dual_clip,
+        objective=make_objective(c),
         temperature=c.rollout.temperature,
         epochs=c.learn.epochs,
         logit_chunk=c.learn.logit_chunk,
     )
     minibatches = size // c.learn.minibatch
-    rows = c.learn.minibatch * c.algo.group_size
+    rows = validation.minibatch_rows(c)
     microbatches = rows // min(rows, c.learn.microbatch)
-    updates = c.steps * minibatches * c.learn.epochs
-    if 0 < c.optim.decay_end < updates:
-        console.print(
-            f"warning: the learning rate is 0 from optimizer update {c.optim.decay_end} "
-            f"(optim.decay_end) to {updates}, the run's last"
-        )
+    for warning in validation.warnings(c):
+        console.print(f"warning: {warning}")
     state = checkpoints.restore(abstract)
     if state is None:
         state = init_state(weights.load(folder, policy, mesh), optimizer, abstract)
     if int(state.step) > c.steps:
         raise UserError(f"{workdir} has already done {int(state.step)} steps: raise steps")
+    reference = lambda rollouts: rollouts
+    if c.kl.coef:
+        reference = make_reference(
+            policy, reference_folder, c.rollout.temperature, c.learn.logit_chunk,
+            c.learn.microbatch, mesh,
+        )  # fmt: skip
     workdirs.claim(c, workdir)
     return Parts(
-        prompts_at=lambda step: prompts.batch_at(train_set, step, size, c.seed, share),
         decode_params=weights.make_decode_params(policy, mesh),
-        collect=collector(c.algo.group_size, c.rollout.temperature),
+        draw=make_draw(
+            collector(c.algo.group_size, c.rollout.temperature),
+            lambda position: prompts.batch_at(train_set, position, size, c.seed, share),
+            c.rollout.attempts,
+            c.rollout.dynamic,
+        ),
+        shape=lambda rollouts: most_varied(shape_rewards(c, reference(rollouts)), c.rollout.subset),
+        advantage=make_advantage(c, train_set.problems),
         split=lambda rollouts, adv_PN: learner_batch(
-            rollouts, adv_PN, minibatches, microbatches, mesh
+            rollouts,
+            adv_PN,
+            minibatches,
+            microbatches,
+            mesh,
+            mask_truncated=c.algo.truncated != "keep",
+            with_lengths=c.algo.aggregator == "lambda_grpo",
         ),
         update=make_update(policy, optimizer, make_schedule(c.optim), settings, abstract),
         evaluate=evaluate,

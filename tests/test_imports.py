@@ -11,17 +11,17 @@ import fgrpo_jax
 
 PACKAGE = pathlib.Path(fgrpo_jax.__file__).parent
 ROWS = [
-    "structs sharding distributed config",
-    "advantages losses pass_at_k tokenizer rewards arithmetic workdir",
-    "model optimizer prompts metrics",
+    "structs sharding distributed numerics validation",
+    "config advantages losses kl aggregators shaping pass_at_k tokenizer rewards arithmetic",
+    "workdir model optimizer prompts metrics objective estimators selection",
     "weights logprobs sampler checkpoint",
     "rollouts update",
-    "evaluate report",
-    "train sft",
+    "evaluate report reference",
+    "train sft bench",
     "main",
 ]
 ROW = {name: row for row, names in enumerate(ROWS) for name in names.split()}
-LIBRARY = "advantages losses pass_at_k".split()
+LIBRARY = "advantages losses kl aggregators shaping pass_at_k".split()
 
 
 def imports(path):

@@ -1,0 +1,262 @@
+"""What a config must satisfy: one clear sentence a mistake, and warnings of what is odd."""
+
+from typing import Any, NamedTuple
+
+from ml_collections import ConfigDict
+
+from fgrpo_jax import UserError
+
+Config = Any  # a locked ConfigDict whose attributes are the keys of config.default()
+
+
+class Published(NamedTuple):
+    """A surrogate as its paper has it."""
+
+    surrogate: str  # objective.surrogate_loss's name
+    clip_low: float
+    clip_high: float
+    dual_clip: float  # 0: none
+    aggregator: str
+
+
+ALGORITHMS = {  # by algo.name
+    "grpo": Published("ppo_clip", 0.2, 0.2, 3.0, "token_mean"),
+    "dapo": Published("ppo_clip", 0.2, 0.28, 3.0, "token_mean"),  # clip-higher
+    "cispo": Published("cispo", 1.0, 5.0, 0.0, "token_mean"),  # ScaleRL's: weights in [0, 6]
+    "gspo": Published("gspo", 3e-4, 4e-4, 0.0, "sequence_mean_token_mean"),
+    "gspo_token": Published("gspo_token", 3e-4, 4e-4, 0.0, "sequence_mean_token_mean"),
+    "gmpo": Published("gmpo", 0.4, 0.4, 0.0, "sequence_mean_token_mean"),
+    "sapo": Published("sapo", 0.0, 0.0, 0.0, "sequence_mean_token_mean"),
+    "reinforce": Published("reinforce", 0.0, 0.0, 0.0, "token_mean"),
+}
+AGGREGATORS = (
+    "token_mean sequence_mean_token_mean sequence_mean_token_sum constant_length lambda_grpo"
+).split()
+ADVANTAGES = (
+    "grpo mean_only batch_std rloo leave_one_out opo reinforce_plus_plus_baseline maxrl pkpo "
+    "grpo_passk ngrpo ds_grpo disco"
+).split()
+CHOICES = {
+    "model.dtype": "auto float32 bfloat16".split(),
+    "model.remat": "none full".split(),
+    "reward": "math number exact".split(),
+    "algo.name": list(ALGORITHMS),
+    "algo.aggregator": AGGREGATORS,
+    "algo.advantage": ADVANTAGES,
+    "algo.domain_weight": "log log_squared inverse".split(),
+    "algo.truncated": "keep mask drop".split(),
+    "kl.place": "loss reward".split(),
+    "kl.estimator": "k1 k2 k3 abs k1+ k3+".split(),
+    "importance.kind": "none truncate mask".split(),
+    "importance.level": "token sequence".split(),
+}
+POSITIVE = (
+    "steps rollout.prompts rollout.max_response rollout.chunk rollout.temperature "
+    "rollout.attempts learn.minibatch learn.microbatch learn.epochs learn.logit_chunk "
+    "algo.pass_k algo.tau_right algo.tau_wrong data.max_prompt score.workers score.timeout "
+    "checkpoint.every checkpoint.keep eval.samples eval.problems optim.lr optim.clip_norm "
+    "mesh.replica mesh.tp sft.steps sft.rows importance.high"
+).split()
+NOT_NEGATIVE = (
+    "seed algo.focal_gamma algo.clip_low algo.clip_high algo.dual_clip algo.std_eps "
+    "algo.smooth_right algo.smooth_wrong algo.lambda_ratio algo.lambda_lr algo.entropy_coef "
+    "kl.coef importance.low score.overlong_buffer score.overlong_factor score.unlikeliness "
+    "rollout.subset optim.warmup optim.decay_start optim.weight_decay eval.every "
+    "eval.temperature sft.slips"
+).split()
+
+
+def keys(c: Config, prefix: str = "") -> dict[str, Any]:
+    """The config flattened: "algo.focal_gamma" -> value."""
+    flat = {}
+    for name, value in c.items():
+        flat |= (
+            keys(value, f"{prefix}{name}.")
+            if isinstance(value, ConfigDict)
+            else {f"{prefix}{name}": value}
+        )
+    return flat
+
+
+def need(condition: bool, sentence: str) -> None:
+    if not condition:
+        raise UserError(sentence)
+
+
+def validate(c: Config) -> Config:
+    """Fills algo's bounds from the method's published ones; UserError on what cannot work."""
+    flat = keys(c)
+    published = ALGORITHMS.get(c.algo.name)
+    for key, values in CHOICES.items():
+        if flat[key] is not None:
+            need(
+                flat[key] in values,
+                f"{key} is {flat[key]!r}: it must be one of {', '.join(values)}",
+            )
+    assert published is not None
+    for key in ("clip_low", "clip_high", "dual_clip", "aggregator"):
+        if c.algo[key] is None:
+            c.algo[key] = getattr(published, key)
+    flat = keys(c)
+    for key in POSITIVE:
+        need(flat[key] > 0, f"{key} is {flat[key]}: it must be above 0")
+    for key in NOT_NEGATIVE:
+        need(flat[key] >= 0, f"{key} is {flat[key]}: it must not be below 0")
+    need(c.mesh.fsdp > 0 or c.mesh.fsdp == -1, "mesh.fsdp must be above 0, or -1 for all devices")
+    _check_data(c)
+    _check_clips(c, published)
+    _check_groups(c)
+    _check_penalties(c)
+    _check_batches(c)
+    return c
+
+
+def _check_data(c: Config) -> None:
+    need(
+        "{problem}" in c.data.template,
+        f"data.template is {c.data.template!r}: it must hold {{problem}}",
+    )
+    for key in ("source", "eval_source"):
+        kind, _, rest = c.data[key].partition(":")
+        need(
+            kind == "arithmetic" or (kind == "jsonl" and bool(rest)),
+            f"data.{key} is {c.data[key]!r}: it must be arithmetic[:KINDS] or jsonl:PATH",
+        )
+    need(
+        c.score.wrong < c.score.right,
+        f"score.wrong is {c.score.wrong}: it must be below score.right, {c.score.right}",
+    )
+
+
+def _check_clips(c: Config, published: Published) -> None:
+    name, dual = c.algo.name, c.algo.dual_clip
+    need(
+        published.dual_clip > 0 or dual == 0,
+        f"algo.dual_clip is {dual}: {name.upper()} has no dual clip, set it to 0",
+    )
+    need(
+        published.clip_high > 0 or c.algo.clip_low == c.algo.clip_high == 0,
+        f"algo.clip_low and algo.clip_high are set: {name} has no clip, leave them None",
+    )
+    need(
+        name in ("cispo", "gmpo") or c.algo.clip_low < 1,
+        f"algo.clip_low is {c.algo.clip_low}: a ratio cannot be clipped at 1 - low <= 0",
+    )
+    need(dual == 0 or dual > 1, f"algo.dual_clip is {dual}: it must be above 1, or 0 for none")
+
+
+def _check_groups(c: Config) -> None:
+    size, subset = c.algo.group_size, c.rollout.subset
+    need(size > 1, f"algo.group_size is {size}: a group needs at least 2 samples to compare")
+    need(
+        subset == 0 or 1 < subset <= size,
+        f"rollout.subset is {subset}: it must be in 2 ... algo.group_size, {size}, or 0 for all",
+    )
+    need(
+        c.algo.advantage != "pkpo" or c.algo.pass_k <= (subset or size),
+        f"algo.pass_k is {c.algo.pass_k}: a group has only {subset or size} samples",
+    )
+    need(
+        c.algo.advantage not in ("maxrl", "disco") or c.score.wrong >= 0,
+        f"score.wrong is {c.score.wrong}: {c.algo.advantage} divides by a group's mean reward, "
+        "which must not be below 0",
+    )
+
+
+def _check_penalties(c: Config) -> None:
+    need(
+        c.kl.coef > 0 or not c.kl.reference,
+        f"kl.reference is {c.kl.reference!r} and kl.coef is 0: the reference would not be used; "
+        "set kl.coef or leave it empty",
+    )
+    need(
+        c.kl.place == "loss" or not c.kl.estimator.endswith("+"),
+        f"kl.estimator is {c.kl.estimator!r}: its + is about the gradient, and kl.place is reward, "
+        "which has none; leave it out",
+    )
+    need(
+        c.importance.kind != "mask" or c.importance.low < c.importance.high,
+        f"importance.low is {c.importance.low}: it must be below importance.high, "
+        f"{c.importance.high}",
+    )
+    need(
+        c.score.overlong_buffer <= c.rollout.max_response,
+        f"score.overlong_buffer is {c.score.overlong_buffer}: it must be at most "
+        f"rollout.max_response, {c.rollout.max_response}",
+    )
+    need(
+        c.score.unlikeliness <= 1,
+        f"score.unlikeliness is {c.score.unlikeliness}: it must be at most 1, all of the reward",
+    )
+
+
+def _check_batches(c: Config) -> None:
+    need(
+        c.rollout.prompts % c.learn.minibatch == 0,
+        f"rollout.prompts is {c.rollout.prompts}: it must be a multiple of learn.minibatch, "
+        f"{c.learn.minibatch}",
+    )
+    start, end = c.optim.decay_start, c.optim.decay_end
+    need(
+        (start == end == 0) or c.optim.warmup <= start < end,
+        f"optim.decay_start and optim.decay_end are {start} and {end}: the fall must begin after "
+        f"optim.warmup, {c.optim.warmup}, and before it ends",
+    )
+    rows = minibatch_rows(c)
+    need(
+        rows % min(rows, c.learn.microbatch) == 0,
+        f"learn.microbatch is {c.learn.microbatch}: it must divide the minibatch's {rows} rows "
+        f"(learn.minibatch * {'rollout.subset' if c.rollout.subset else 'algo.group_size'})",
+    )
+
+
+def minibatch_rows(c: Config) -> int:
+    """Rows of an optimizer update."""
+    return c.learn.minibatch * (c.rollout.subset or c.algo.group_size)
+
+
+def warnings(c: Config) -> list[str]:
+    """Sentences on what a validated config can do and hardly means to."""
+    updates = c.steps * (c.rollout.prompts // c.learn.minibatch) * c.learn.epochs
+    wide = max(c.algo.clip_low, c.algo.clip_high)
+    one_update = c.rollout.prompts == c.learn.minibatch and c.learn.epochs == 1
+    found = {
+        f"the learning rate is 0 from optimizer update {c.optim.decay_end} (optim.decay_end) to "
+        f"{updates}, the run's last": 0 < c.optim.decay_end < updates,
+        f"{c.algo.name} bounds the ratio of a whole sequence, and {wide:g} is a bound for single "
+        "tokens: it will hardly ever clip; the paper has 3e-4 and 4e-4": (
+            c.algo.name.startswith("gspo") and wide > 0.05
+        ),
+        "kl.estimator k1 in the loss has a gradient of mean 0: take k2, k3 or k1+": (
+            c.kl.coef > 0 and c.kl.place == "loss" and c.kl.estimator == "k1"
+        ),
+        "score.overlong_buffer lowers the reward of long samples whose loss algo.truncated takes "
+        "out where they are longest": c.score.overlong_buffer > 0 and c.algo.truncated != "keep",
+        f"{c.algo.name} never clips here: with one optimizer update a step all ratios are 1": (
+            one_update and c.algo.name in ("gspo", "gspo_token", "gmpo", "sapo")
+        ),
+    }
+    return [sentence for sentence, holds in found.items() if holds]
+
+
+def check_mesh(c: Config, devices: int) -> tuple[int, int, int]:
+    """(replica, fsdp, tp) on so many devices; UserError where mesh or batch do not divide."""
+    replica, fsdp, tp = c.mesh.replica, c.mesh.fsdp, c.mesh.tp
+    if fsdp == -1:
+        fsdp = max(1, devices // (replica * tp))
+    need(
+        replica * fsdp * tp == devices,
+        f"mesh.replica * mesh.fsdp * mesh.tp is {replica} * {fsdp} * {tp} = "
+        f"{replica * fsdp * tp}, and there are {devices} devices",
+    )
+    shards = replica * fsdp
+    for key, size in (
+        ("rollout.prompts", c.rollout.prompts),
+        ("learn.microbatch", min(c.learn.microbatch, minibatch_rows(c))),
+    ):
+        need(
+            size % shards == 0,
+            f"{key} is {size}: it must be a multiple of the {shards} devices that share rows "
+            f"(mesh.replica {replica} * mesh.fsdp {fsdp})",
+        )
+    return replica, fsdp, tp
