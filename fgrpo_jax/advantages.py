@@ -96,7 +96,7 @@ def leave_one_out_advantage(
     others = ~jnp.eye(reward_PN.shape[1], dtype=bool)
     rest = group_statistics(
         jnp.broadcast_to(groups.reward[:, None], (*reward_PN.shape, reward_PN.shape[1])),
-        groups.valid[:, None] & others,
+        groups.valid[:, None] & others[None],
     )
     advantage_PN1 = groups.reward[..., None] - rest.mean
     scaled_PN1 = jnp.where(rest.constant, advantage_PN1, advantage_PN1 / (rest.std() + eps))

@@ -58,7 +58,7 @@ def to_host(tree: Any, axis: int = 0) -> Any:
     return jax.tree.map(local, tree)
 
 
-def total(value: float | np.number) -> float:
+def total(value: float | int | np.number) -> float:
     """The sum over hosts of a number that each has one of."""
     if jax.process_count() == 1:
         return float(value)

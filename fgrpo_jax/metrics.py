@@ -20,7 +20,11 @@ from fgrpo_jax.structs import Rollouts
 
 
 def rollout_metrics(rollouts: Rollouts) -> dict[str, float]:
-    """Means over this host's rows, and the shares of groups by what they can teach."""
+    """Means over this host's rows, and the shares of groups by what they can teach.
+
+    Of all that was sampled, before groups or samples were chosen, with rewards as the judge gave
+    them.
+    """
     rate_P = rollouts.correct_PN.mean(axis=1)
     length_B = rollouts.mask_BT.sum(axis=1)
     return {
@@ -29,6 +33,7 @@ def rollout_metrics(rollouts: Rollouts) -> dict[str, float]:
         "groups_all_wrong": float((rate_P == 0).mean()),
         "groups_mixed": float(((rate_P > 0) & (rate_P < 1)).mean()),
         "groups_all_right": float((rate_P == 1).mean()),
+        "prompts_drawn": len(rate_P),
         "response_tokens": float(length_B.mean()),
         "truncated": float(1 - rollouts.finished_B.mean()),  # no stop token within the limit
         **{f"verdict/{name}": rollouts.verdicts.count(name) for name in VERDICTS},

@@ -132,7 +132,7 @@ def _check_clips(c: Config, published: Published) -> None:
     name, dual = c.algo.name, c.algo.dual_clip
     need(
         published.dual_clip > 0 or dual == 0,
-        f"algo.dual_clip is {dual}: {name.upper()} has no dual clip, set it to 0",
+        f"algo.dual_clip is {dual}: {name} has no dual clip, set it to 0",
     )
     need(
         published.clip_high > 0 or c.algo.clip_low == c.algo.clip_high == 0,

@@ -8,7 +8,8 @@ from fgrpo_jax import UserError, config
 from fgrpo_jax.config import Config
 
 MAY_CHANGE = (  # what leaves the results as they are, but for float32 rounding
-    "steps checkpoint.every checkpoint.keep eval.every score.workers score.timeout model.remat "
+    "steps checkpoint.every checkpoint.keep eval.every rollout.attempts score.workers "
+    "score.timeout model.remat "
     "learn.microbatch learn.logit_chunk mesh.replica mesh.fsdp mesh.tp"
 ).split()
 

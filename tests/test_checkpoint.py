@@ -18,6 +18,8 @@ def state(seed=0, mesh=(1, 8, 1)):
         {"embed_tokens": {"weight": jax.random.normal(jax.random.key(seed), (16, 8))}},
         {"count": jnp.int32(seed)},
         jnp.int32(seed),
+        jnp.int32(seed),
+        jnp.float32(seed),
     )
     return jax.device_put(tree, sharding.state_shardings(mesh, tree))
 

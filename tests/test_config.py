@@ -1,22 +1,23 @@
 import pathlib
 import re
+from inspect import getsource
 
 import pytest
 
 import fgrpo_jax
-from fgrpo_jax import UserError, config
+from fgrpo_jax import UserError, config, validation
 
 PACKAGE = pathlib.Path(fgrpo_jax.__file__).parent
 CONFIGS = sorted((PACKAGE.parent / "configs").glob("*.py"))
 
 
 def test_each_key_is_read_somewhere():
-    sources = "\n".join(p.read_text() for p in PACKAGE.glob("*.py"))
+    files = [path for path in PACKAGE.glob("*.py") if path.stem != "validation"]
+    sources = "\n".join([*(path.read_text() for path in files), getsource(validation.check_mesh)])
     sources = sources.replace(config.default.__doc__ or "", "")
-    body = re.sub(r"POSITIVE = .*?return c\.lock\(\)", "", sources, flags=re.S)
-    body = re.sub(r"def validate\(.*?return c\n", "", body, flags=re.S)
+    body = re.sub(r"def default\(.*?return c\.lock\(\)", "", sources, flags=re.S)
     body = re.sub(r"MAY_CHANGE = .*?split\(\)", "", body, flags=re.S)
-    assert not any(name in body for name in ("POSITIVE =", "def validate(", "MAY_CHANGE ="))
+    assert not any(name in body for name in ("def default(", "MAY_CHANGE ="))
     for key in config.keys(config.default()):
         section, _, leaf = key.rpartition(".")
         pattern = rf"\bc\.{re.escape(key)}\b" + (rf"|\b{section}\.{leaf}\b" if section else "")
@@ -71,7 +72,17 @@ def test_published_bounds(tmp_path, name, bounds):
         ("steps=0", "steps is 0: it must be above 0"),
         ("rollout.temperature=0", "rollout.temperature is 0.0: it must be above 0"),
         ("algo.focal_gamma=-1", "algo.focal_gamma is -1.0: it must not be below 0"),
-        ("algo.name=ppo", "algo.name is 'ppo': it must be one of grpo, dapo, cispo"),
+        ("algo.name=ppo", "algo.name is 'ppo': it must be one of grpo, dapo, cispo, gspo"),
+        ("algo.advantage=gae", "algo.advantage is 'gae': it must be one of grpo, mean_only"),
+        ("algo.aggregator=mean", "algo.aggregator is 'mean': it must be one of token_mean"),
+        ("algo.group_size=1", "algo.group_size is 1: a group needs at least 2 samples"),
+        ("rollout.dynamic=maybe", "config key rollout.dynamic takes bool, not 'maybe'"),
+        ("rollout.subset=9", "rollout.subset is 9: it must be in 2 ... algo.group_size, 8, or 0"),
+        ("score.wrong=1", "score.wrong is 1.0: it must be below score.right, 1.0"),
+        ("kl.reference=x", "kl.reference is 'x' and kl.coef is 0: the reference would not be used"),
+        ("kl.coef=-1", "kl.coef is -1.0: it must not be below 0"),
+        ("score.overlong_buffer=33", "score.overlong_buffer is 33: it must be at most rollout.max"),
+        ("score.unlikeliness=2", "score.unlikeliness is 2.0: it must be at most 1"),
         ("reward=maths", "reward is 'maths': it must be one of math, number, exact"),
         (
             "data.source=csv:x",
@@ -91,8 +102,82 @@ def test_mistakes_get_one_sentence(tmp_path, override, message):
 
 
 def test_cispo_has_no_dual_clip(tmp_path):
-    with pytest.raises(UserError, match="CISPO has no dual clip"):
+    with pytest.raises(UserError, match="cispo has no dual clip"):
         config.load(write(tmp_path, PLAIN), ["algo.name=cispo", "algo.dual_clip=3"])
+
+
+@pytest.mark.parametrize(
+    "overrides, message",
+    [
+        (["algo.name=sapo", "algo.dual_clip=3"], "algo.dual_clip is 3.0: sapo has no dual clip"),
+        (["algo.name=sapo", "algo.clip_high=0.2"], "sapo has no clip, leave them None"),
+        (["algo.advantage=pkpo", "algo.pass_k=9"], "algo.pass_k is 9: a group has only 8 samples"),
+        (["algo.advantage=maxrl", "score.wrong=-1"], "score.wrong is -1.0: maxrl divides by a"),
+        (["kl.coef=1", "kl.place=reward", "kl.estimator=k3+"], "its + is about the gradient"),
+        (["importance.kind=mask", "importance.low=3"], "importance.low is 3.0: it must be below"),
+    ],
+)
+def test_what_does_not_fit_together_gets_one_sentence(tmp_path, overrides, message):
+    with pytest.raises(UserError) as error:
+        config.load(write(tmp_path, PLAIN), overrides)
+    assert message in str(error.value) and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "overrides, message",
+    [
+        (["algo.name=gspo", "algo.clip_low=0.2", "algo.clip_high=0.28"], "0.28 is a bound for sin"),
+        (["algo.name=gspo_token", "algo.clip_low=0.2"], "the paper has 3e-4 and 4e-4"),
+        (["algo.name=gmpo"], "gmpo never clips here: with one optimizer update a step"),
+        (["kl.coef=0.1", "kl.estimator=k1"], "k1 in the loss has a gradient of mean 0"),
+        (["optim.warmup=1", "optim.decay_start=2", "optim.decay_end=9"], "the learning rate is 0"),
+        (["score.overlong_buffer=4", "algo.truncated=mask"], "lowers the reward of long samples"),
+    ],
+)
+def test_what_is_odd_is_warned_of(tmp_path, overrides, message):
+    (warning,) = [
+        sentence
+        for sentence in validation.warnings(config.load(write(tmp_path, PLAIN), overrides))
+        if message in sentence
+    ]
+    assert "\n" not in warning
+
+
+def test_the_shipped_configs_are_not_odd():
+    for path in CONFIGS:
+        assert not validation.warnings(config.load(str(path))), path
+
+
+def test_booleans(tmp_path):
+    for text, value in (("true", True), ("False", False)):
+        assert (
+            config.load(write(tmp_path, PLAIN), [f"rollout.dynamic={text}"]).rollout.dynamic
+            is value
+        )
+
+
+def test_methods_come_between_the_config_and_the_overrides(tmp_path):
+    first, second = tmp_path / "first.py", tmp_path / "second.py"
+    first.write_text("def apply(c):\n    c.algo.name = 'gspo'\n    c.steps = 5\n")
+    second.write_text("def apply(c):\n    c.steps *= 2\n    c.seed = 9\n")
+    c = config.load(write(tmp_path, PLAIN), ["seed=4"], [str(first), str(second)])
+    assert (c.algo.name, c.algo.clip_high, c.steps, c.seed) == ("gspo", 4e-4, 10, 4)
+
+
+@pytest.mark.parametrize(
+    "body, message",
+    [
+        ("def apply(c):\n    c.algo.gama = 1\n", "did you mean 'algo.focal_gamma'"),
+        ("def get_config():\n    pass\n", "has no attribute 'apply'"),
+    ],
+)
+def test_bad_methods_get_one_sentence(tmp_path, body, message):
+    (tmp_path / "m.py").write_text(body)
+    with pytest.raises(UserError, match="method file") as error:
+        config.load(write(tmp_path, PLAIN), [], [str(tmp_path / "m.py")])
+    assert message in str(error.value) and "\n" not in str(error.value)
+    with pytest.raises(UserError, match="method file none.py does not exist: give --method a Py"):
+        config.load(write(tmp_path, PLAIN), [], ["none.py"])
 
 
 @pytest.mark.parametrize(
@@ -111,7 +196,7 @@ def test_cispo_has_no_dual_clip(tmp_path):
         ),
         (
             "    from ml_collections import ConfigDict\n    return ConfigDict({'steps': 3})",
-            "lacks algo.clip_high: begin with config.default()",
+            "lacks algo.advantage: begin with config.default()",
         ),
         ("    return undefined", "name 'undefined' is not defined"),
         ("    return (", "cannot be read"),
@@ -136,13 +221,13 @@ def test_no_file(tmp_path):
 
 def test_mesh(tmp_path):
     c = config.load(write(tmp_path, PLAIN))
-    assert config.check_mesh(c, 1) == (1, 1, 1) and config.check_mesh(c, 8) == (1, 8, 1)
+    assert validation.check_mesh(c, 1) == (1, 1, 1) and validation.check_mesh(c, 8) == (1, 8, 1)
     c.mesh.tp = 2
-    assert config.check_mesh(c, 8) == (1, 4, 2)
+    assert validation.check_mesh(c, 8) == (1, 4, 2)
     c.mesh.fsdp = 3
     with pytest.raises(UserError, match=r"1 \* 3 \* 2 = 6, and there are 8 devices"):
-        config.check_mesh(c, 8)
+        validation.check_mesh(c, 8)
     c.mesh.update({"fsdp": -1, "tp": 1})
     c.rollout.prompts = c.learn.minibatch = 12
     with pytest.raises(UserError, match="rollout.prompts is 12: it must be a multiple of the 8"):
-        config.check_mesh(c, 8)
+        validation.check_mesh(c, 8)

@@ -1,3 +1,5 @@
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -90,6 +92,44 @@ def test_learner_rows(tiny, collect):
         assert tokens[:C].tolist() == [0] * (C - prompt - 1) + [prompt + 1] * (prompt + 1)
         assert tokens[C:].tolist() == rollouts.tokens_BT[row].tolist()
         assert flat(batch.mask_BT)[row].tolist() == rollouts.mask_BT[row].tolist()
+
+
+def test_what_leaves_the_loss(tiny, collect):
+    rollouts = gather(tiny, collect, ["1", "1", "1", "1"])
+    mesh = sharding.make_mesh(1, 1, 8)
+    masks = lambda x, **kwargs: np.asarray(
+        learner_batch(x, np.zeros((4, N)), 1, 1, mesh, **kwargs).mask_BT
+    ).reshape(16, T)
+    np.testing.assert_array_equal(masks(rollouts), rollouts.mask_BT)
+    cut = masks(rollouts, mask_truncated=True)
+    assert (cut.any(1) == rollouts.finished_B).all() and not rollouts.finished_B.all()
+    valid = np.ones((4, N), bool)
+    valid[2, 1] = False
+    out = masks(dataclasses.replace(rollouts, valid_PN=valid))
+    assert np.flatnonzero(~out.any(1)).tolist() == [2 * N + 1]
+
+
+def test_lengths_of_the_group_own_first(tiny, collect):
+    rollouts = gather(tiny, collect, ["1", "1", "1", "1"])
+    mesh = sharding.make_mesh(1, 1, 8)
+    batch = learner_batch(rollouts, np.zeros((4, N)), 1, 1, mesh, with_lengths=True)
+    lengths = np.asarray(batch.length_BN).reshape(16, N)
+    own = rollouts.mask_BT.sum(1)
+    assert (lengths[:, 0] == own).all()
+    for row in range(16):
+        group = own[row // N * N : row // N * N + N]
+        assert sorted(lengths[row]) == sorted(group)
+    assert learner_batch(rollouts, np.zeros((4, N)), 1, 1, mesh).length_BN is None
+
+
+def test_rewards_of_any_two_values(tiny, collect):
+    with rewards.Scorer("exact", 1, 1.0) as scorer:
+        says = lambda prompt, j: "1" if j <= prompt else "2"
+        mesh = sharding.make_mesh(1, 1, 8)
+        other = make_collect(scripted(tiny, says), N, tiny, scorer, mesh, wrong=-1.0, right=2.0)
+        rollouts = gather(tiny, other, ["1", "1"])
+    assert rollouts.reward_PN.tolist() == [[2, -1, -1, -1], [2, 2, -1, -1]]
+    assert rollouts.correct_PN.tolist() == [[1, 0, 0, 0], [1, 1, 0, 0]]
 
 
 @pytest.mark.parametrize("batch", [2, 3, 5])

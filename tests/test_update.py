@@ -4,8 +4,9 @@ import numpy as np
 import optax
 import pytest
 
-from fgrpo_jax import losses, sharding
+from fgrpo_jax import aggregators, losses, sharding, validation
 from fgrpo_jax.logprobs import response_logprobs
+from fgrpo_jax.objective import Objective
 from fgrpo_jax.rollouts import put_batch
 from fgrpo_jax.structs import LearnerBatch
 from fgrpo_jax.update import UpdateSettings, abstract_state, init_state, make_update
@@ -14,12 +15,11 @@ B, C, T = 16, 4, 6
 SCHEDULE = optax.constant_schedule(1e-3)
 
 
-def settings(**changes):
-    fields = dict(
-        surrogate="grpo", clip_low=0.2, clip_high=0.2, dual_clip=3.0, temperature=0.8, epochs=1,
-        logit_chunk=512,
-    )  # fmt: skip
-    return UpdateSettings(**(fields | changes))
+def settings(epochs=1, surrogate="ppo_clip", **changes):
+    bounds = validation.ALGORITHMS[{"ppo_clip": "grpo"}.get(surrogate, surrogate)]
+    fields = dict(zip(("clip_low", "clip_high", "dual_clip"), bounds[1:4], strict=True))
+    objective = Objective(surrogate, **(fields | changes))
+    return UpdateSettings(objective, temperature=0.8, epochs=epochs, logit_chunk=512)
 
 
 def rows(seed=0):
@@ -87,11 +87,68 @@ def test_microbatches_change_nothing(policy, params, micros):
 
 
 @pytest.mark.parametrize("mesh", [(1, 8, 1), (1, 4, 2), (2, 2, 2), (1, 2, 2)])
-@pytest.mark.parametrize("surrogate", ["grpo", "cispo"])
+@pytest.mark.parametrize("surrogate", ["ppo_clip", "cispo"])
 def test_devices_change_nothing(policy, params, mesh, surrogate):
     one = run(policy, params, rows(), minis=2, surrogate=surrogate)
     many = run(policy, params, rows(), minis=2, mesh=mesh, surrogate=surrogate)
     same(one, many, rtol=5e-5, atol=5e-6)
+
+
+OBJECTIVES = {
+    "sequences": dict(aggregator="sequence_mean_token_mean"),
+    "sums": dict(aggregator="sequence_mean_token_sum"),
+    "constant": dict(aggregator="constant_length", constant_length=T),
+    "lambda": dict(aggregator="lambda_grpo", lambda_lr=0.1),
+    "kl and entropy": dict(kl_coef=0.5, entropy_coef=0.5),
+    "drift": dict(importance="truncate", importance_level="sequence"),
+    "gspo_token": dict(surrogate="gspo_token"),
+}
+
+
+def full_rows():
+    """Rows with all that an objective may read; a masked row among them."""
+    batch, random = rows(), np.random.RandomState(9)
+    batch.mask_BT[3] = False
+    length = np.asarray(batch.mask_BT).sum(1).reshape(-1, 4)
+    own_first = np.stack([np.roll(length, -n, axis=1) for n in range(4)], 1).reshape(B, 4)
+    return batch.replace(
+        ref_logp_BT=-np.abs(random.randn(B, T)).astype(np.float32),
+        length_BN=own_first.astype(np.int32),
+    )
+
+
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_no_objective_depends_on_the_split(policy, params, name):
+    run_ = lambda **kwargs: run(policy, params, full_rows(), minis=2, **OBJECTIVES[name], **kwargs)
+    state, metrics = run_()
+    same((state, metrics), run_(micros=8))
+    same((state, metrics), run_(micros=2, mesh=(1, 2, 2)), rtol=5e-5, atol=5e-6)
+    assert all(np.isfinite(x).all() for x in jax.tree.leaves((state, metrics)))
+    if name == "lambda":
+        assert state.exponent != 0 and metrics["lambda"] != 0  # the mean of 0 and the first step
+    else:
+        assert state.exponent == 0
+
+
+def test_the_entropy_bonus_raises_the_entropy(policy, params):
+    batch = rows().replace(advantage_B=np.zeros(B, np.float32))
+    (_, first), (_, last) = (
+        run(policy, params, batch, steps=steps, entropy_coef=1.0) for steps in (1, 20)
+    )
+    assert last["entropy"] > first["entropy"] + 0.01
+
+
+def test_the_kl_penalty_pulls_towards_the_reference(policy, params):
+    batch = rows().replace(advantage_B=np.zeros(B, np.float32))
+    other = jax.tree.map(lambda x: x * 1.1, params)
+    ref, _ = response_logprobs(
+        policy, other, jnp.asarray(batch.tokens_BS), jnp.asarray(batch.start_B), T, 0.8, 512
+    )
+    batch = batch.replace(ref_logp_BT=np.asarray(ref))
+    (_, first), (_, last) = (
+        run(policy, params, batch, steps=steps, kl_coef=1.0, kl_estimator="k2") for steps in (1, 20)
+    )
+    assert 0 < last["kl"] < 0.9 * first["kl"]
 
 
 def test_several_minibatches_are_several_optimizer_updates(policy, params):
@@ -111,7 +168,7 @@ def test_several_minibatches_are_several_optimizer_updates(policy, params):
 
         def loss(p, half=half, old=old):
             advantage = jnp.asarray(half.advantage_B)[:, None]
-            total, count = losses.token_mean(
+            total, count = aggregators.token_mean(
                 losses.ppo_clip(logprobs(p, half), old, advantage), jnp.asarray(half.mask_BT)
             )
             return total / count
@@ -157,8 +214,8 @@ def test_zero_advantage_moves_only_by_weight_decay(policy, params):
 def test_learning_raises_the_likelihood_of_what_was_rewarded(policy, params):
     batch = rows()
     batch = batch.replace(advantage_B=np.ones(B, np.float32))
-    _, first = run(policy, params, batch, surrogate="sft")
-    _, last = run(policy, params, batch, surrogate="sft", steps=30)
+    _, first = run(policy, params, batch, surrogate="reinforce")
+    _, last = run(policy, params, batch, surrogate="reinforce", steps=30)
     assert last["loss"] < 0.9 * first["loss"]
 
 

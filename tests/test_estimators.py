@@ -1,0 +1,128 @@
+import dataclasses
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from fgrpo_jax import advantages, config, shaping, validation
+from fgrpo_jax.estimators import make_advantage, mean_logp, shape_rewards
+from fgrpo_jax.structs import Problem, Prompts, Rollouts
+
+P, N, T = 3, 4, 10
+PROBLEMS = (Problem("", "", "a"), Problem("", "", "b"), Problem("", "", "b"))
+
+
+def rollouts(seed=0):
+    random = np.random.RandomState(seed)
+    correct = np.array([[1, 0, 0, 1], [0, 0, 0, 0], [1, 1, 0, 1]], np.float32)
+    length = np.array([10, 4, 7, 8, 1, 2, 3, 10, 5, 6, 7, 9])
+    return Rollouts(
+        Prompts(
+            np.zeros((P, 2), np.int32), np.ones(P, np.int32), np.arange(P, dtype=np.int32), PROBLEMS
+        ),
+        np.zeros((P * N, T), np.int32),
+        np.arange(T) < length[:, None],
+        -random.rand(P * N, T).astype(np.float32),
+        length < T,
+        correct.copy(),
+        correct,
+        np.ones((P, N), bool),
+        ("",) * P * N,
+        ("",) * P * N,
+        -random.rand(P * N, T).astype(np.float32),
+    )
+
+
+def settings(**changes):
+    c = config.default()
+    for key, value in changes.items():
+        section, _, leaf = key.partition("_")
+        c[section][leaf] = value
+    c.rollout.max_response = T
+    return config.validate(c)
+
+
+def test_by_default_nothing_is_shaped():
+    before = rollouts()
+    after = shape_rewards(settings(), before)
+    np.testing.assert_array_equal(after.reward_PN, before.reward_PN)
+    assert after.valid_PN.all()
+
+
+def test_overlong():
+    out = shape_rewards(settings(score_overlong_buffer=4, score_overlong_factor=0.5), rollouts())
+    # lengths 10, 4, 7, 8 of at most 10: beyond 6, an eighth a token
+    np.testing.assert_allclose(out.reward_PN[0], [1 - 0.5, 0, -0.125, 1 - 0.25])
+    np.testing.assert_array_equal(out.correct_PN, rollouts().correct_PN)
+
+
+def test_kl_in_the_reward():
+    x = rollouts()
+    out = shape_rewards(settings(kl_coef=0.1, kl_place="reward", kl_estimator="k1"), x)
+    kl = np.where(x.mask_BT, x.sampler_logp_BT - x.ref_logp_BT, 0).sum(1).reshape(P, N)
+    np.testing.assert_allclose(out.reward_PN, x.reward_PN - 0.1 * kl, rtol=1e-5, atol=1e-6)
+    in_loss = shape_rewards(settings(kl_coef=0.1, kl_place="loss"), x)
+    np.testing.assert_array_equal(in_loss.reward_PN, x.reward_PN)
+
+
+def test_unlikeliness():
+    x = rollouts()
+    out = shape_rewards(settings(score_unlikeliness=0.5), x)
+    expected = shaping.unlikeliness_reward(x.reward_PN, x.correct_PN, mean_logp(x), penalty=0.5)
+    np.testing.assert_allclose(out.reward_PN, expected)
+    assert (out.reward_PN[1] == 0).all() and (out.reward_PN[0] != x.reward_PN[0]).any()
+
+
+def test_mean_logp_is_of_real_tokens():
+    x = rollouts()
+    expected = [logp[mask].mean() for logp, mask in zip(x.sampler_logp_BT, x.mask_BT, strict=True)]
+    np.testing.assert_allclose(mean_logp(x).reshape(-1), expected, rtol=1e-5)
+
+
+@pytest.mark.parametrize("policy, valid", [("keep", 12), ("mask", 12), ("drop", 10)])
+def test_truncated_samples(policy, valid):
+    out = shape_rewards(settings(algo_truncated=policy), rollouts())
+    assert out.valid_PN.sum() == valid
+
+
+EXPECTED = {
+    "grpo": lambda x, n: advantages.group_advantage(x.reward_PN, eps=1e-3),
+    "mean_only": lambda x, n: advantages.mean_only_advantage(x.reward_PN),
+    "batch_std": lambda x, n: advantages.batch_std_advantage(x.reward_PN, eps=1e-3),
+    "rloo": lambda x, n: advantages.rloo_advantage(x.reward_PN),
+    "leave_one_out": lambda x, n: advantages.leave_one_out_advantage(x.reward_PN, eps=1e-3),
+    "opo": lambda x, n: advantages.opo_advantage(x.reward_PN, n),
+    "reinforce_plus_plus_baseline": lambda x, n: advantages.reinforce_plus_plus_baseline_advantage(
+        x.reward_PN, n
+    ),
+    "maxrl": lambda x, n: advantages.maxrl_advantage(x.reward_PN, eps=1e-3),
+    "pkpo": lambda x, n: advantages.pkpo_advantage(x.reward_PN, 3),
+    "grpo_passk": lambda x, n: advantages.grpo_passk_advantage(x.reward_PN, eps=1e-3),
+    "ngrpo": lambda x, n: advantages.ngrpo_advantage(x.reward_PN, best=1.0, eps=1e-3),
+    "ds_grpo": lambda x, n: (
+        advantages.group_advantage(x.reward_PN, eps=1e-3, ddof=0)
+        + shaping.differential_smoothing(x.correct_PN, mean_logp(x), right=0.2, wrong=0.3)
+    ),
+    "disco": lambda x, n: advantages.mean_only_advantage(
+        # one problem of three is of kind a, two are of kind b
+        x.reward_PN
+        * np.log([[1 + 3], [1 + 1.5], [1 + 1.5]]).astype(np.float32)
+        / (x.reward_PN.mean(1, keepdims=True) + 1e-5)
+    ),
+}
+
+
+@pytest.mark.parametrize("name", validation.ADVANTAGES)
+def test_advantages_by_name(name):
+    c = settings(
+        algo_advantage=name, algo_std_eps=1e-3, algo_pass_k=3, algo_smooth_right=0.2,
+        algo_smooth_wrong=0.3,
+    )  # fmt: skip
+    x = rollouts()
+    length_PN = jnp.asarray(x.mask_BT.sum(1).reshape(P, N))
+    out = make_advantage(c, PROBLEMS)(x)
+    np.testing.assert_allclose(out, EXPECTED[name](x, length_PN), rtol=1e-5, atol=1e-6)
+    valid = np.ones((P, N), bool)
+    valid[0, 0] = False
+    out = make_advantage(c, PROBLEMS)(dataclasses.replace(x, valid_PN=valid))
+    assert out[0, 0] == 0
