@@ -16,7 +16,7 @@ ROOT = pathlib.Path(fgrpo_jax.__file__).parents[1]
 METHODS = sorted(path.stem for path in (ROOT / "configs/methods").glob("*.py"))
 SMALL = (
     "steps=2 rollout.prompts=8 learn.minibatch=4 learn.epochs=2 algo.group_size=8 "
-    "rollout.max_response=16 rollout.chunk=16 eval.every=0 eval.problems=1 eval.samples=1 "
+    "rollout.max_response=14 rollout.chunk=14 eval.every=0 eval.problems=1 eval.samples=1 "
     "optim.lr=1e-3 optim.warmup=1 optim.decay_start=0 optim.decay_end=0 score.workers=1"
 ).split()
 
