@@ -1,7 +1,8 @@
 """Group-relative advantages and the focal weight: arrays in, arrays out.
 
-P prompts, N samples each (a group). Each function is jitted with its settings static, and can be
-called inside jit, vmap, scan and shard_map. `valid_PN` leaves samples out of a group's statistics,
+P prompts, N samples each (a group). Each function is jitted with its settings (Python numbers)
+static, and can be called inside jit, vmap, scan and shard_map; statistics of a batch are then of
+the shard's. `valid_PN` leaves samples out of a group's statistics,
 as those whose judge failed: their advantage is 0.
 """
 
@@ -60,9 +61,8 @@ def mean_only_advantage(
 def batch_std_advantage(
     reward_PN: Float[Array, "P N"], valid_PN: Valid = None, eps: float = 1e-4
 ) -> Float[Array, "P N"]:
-    """A = (R - mean of the group) / (std of all rewards of the batch + eps).
-
-    Lite PPO (arXiv 2508.08221); TRL's `scale_rewards="batch"`, whose eps 1e-4 is.
+    """A = (R - mean of the group) / (std of all rewards given + eps): Lite PPO (arXiv 2508.08221),
+    TRL's `scale_rewards="batch"` with its eps.
     """
     groups = group_statistics(reward_PN, valid_PN)
     batch = group_statistics(groups.reward.reshape(1, -1), groups.valid.reshape(1, -1))
@@ -95,10 +95,10 @@ def leave_one_out_advantage(
     groups = group_statistics(reward_PN, valid_PN)
     others = ~jnp.eye(reward_PN.shape[1], dtype=bool)
     rest = group_statistics(
-        jnp.broadcast_to(groups.reward[:, None], (*reward_PN.shape, reward_PN.shape[1])),
+        jnp.broadcast_to(groups.centred[:, None], (*reward_PN.shape, reward_PN.shape[1])),
         groups.valid[:, None] & others[None],
     )
-    advantage_PN1 = groups.reward[..., None] - rest.mean
+    advantage_PN1 = groups.centred[..., None] - rest.mean
     scaled_PN1 = jnp.where(rest.constant, advantage_PN1, advantage_PN1 / (rest.std() + eps))
     return jnp.where(groups.valid & ~groups.constant, scaled_PN1[..., 0], 0)
 
@@ -117,9 +117,8 @@ def opo_advantage(
     groups = group_statistics(reward_PN, valid_PN)
     weight_PN = jnp.where(groups.valid, length_PN, 0).astype(groups.reward.dtype)
     total_P1 = weight_PN.sum(axis=1, keepdims=True)
-    # the mean is taken off first: exact where a large constant was added to the rewards
+    weight_PN = weight_PN / jnp.where(total_P1 == 0, 1, total_P1)
     baseline_P1 = (weight_PN * groups.centred).sum(axis=1, keepdims=True)
-    baseline_P1 = baseline_P1 / jnp.where(total_P1 == 0, 1, total_P1)
     return jnp.where(groups.valid, groups.centred - baseline_P1, 0)
 
 
@@ -158,13 +157,14 @@ def reinforce_plus_plus_advantage(
 
 
 def _whiten(value: Array, weight: Array) -> Array:
-    """Mean 0 and variance 1 over `weight` tokens each; 0 where the weight is 0. Both 1e-8 are
-    verl's."""
+    """Mean 0 and variance 1 over `weight` tokens each; 0 without weight, and if all are equal."""
+    constant = group_statistics(value.reshape(1, -1), weight.reshape(1, -1) > 0).constant
     tokens = weight.sum()
     mean = (weight * value).sum() / (tokens + 1e-8)
-    variance = (weight * (value - mean) ** 2).sum() / (tokens + 1e-8)
+    variance = (weight * (value - mean) ** 2).sum() / (tokens + 1e-8)  # each 1e-8 is verl's
     variance = variance * tokens / jnp.maximum(tokens - 1, 1)
-    return jnp.where(weight > 0, (value - mean) * jax.lax.rsqrt(variance + 1e-8), 0)
+    white = (value - mean) * jax.lax.rsqrt(variance + 1e-8)
+    return jnp.where((weight > 0) & ~constant, white, 0)
 
 
 @kernel("eps")
@@ -173,11 +173,10 @@ def maxrl_advantage(
 ) -> Float[Array, "P N"]:
     """MaxRL's: A = (R - mean R) / (mean R + eps) (arXiv 2602.02710), for rewards 0 and 1.
 
-    >>> maxrl_advantage(jnp.array([[1.0, 0.0, 0.0, 0.0]])).round().tolist()
-    [[3.0, -1.0, -1.0, -1.0]]
+    Rewards must not be negative: a negative mean would turn the signs.
     """
     groups = group_statistics(reward_PN, valid_PN)
-    return groups.centred / (jnp.where(groups.constant, 0, groups.mean) + eps)
+    return groups.centred / jnp.where(groups.constant, 1, groups.mean + eps)
 
 
 @kernel("k")
@@ -203,10 +202,11 @@ def pkpo_advantage(
     groups = group_statistics(reward_PN, valid_PN)
     if k == 1:
         return rloo_advantage(reward_PN, valid_PN)
+    places = range(samples)
     # chance[n, j]: of n samples sorted upwards, the best of k - 1 others is the j-th (j < i)
     chance = np.array(
         [
-            [math.comb(j, k - 2) / math.comb(n - 1, k - 1) if n >= k else 0 for j in range(samples)]
+            [math.comb(j, k - 2) / math.comb(n - 1, k - 1) if j < n >= k else 0 for j in places]
             for n in range(samples + 1)
         ]
     )
@@ -270,9 +270,6 @@ def success_rate(
     Args:
         correct_PN: raw correctness, not a shaped reward.
         wrong, right: its two values, wrong < right; what lies beyond counts as the nearer one.
-
-    >>> success_rate(jnp.array([[1.0, -1.0, -1.0, -1.0]]), wrong=-1.0).tolist()
-    [0.25]
     """
     return 1 - _failure_rate(correct_PN, valid_PN, wrong, right)
 
@@ -313,8 +310,11 @@ def _failure_rate(correct_PN: Array, valid_PN: Array | None, wrong: float, right
         raise ValueError(f"wrong is {wrong} and right is {right}: wrong must be below right")
     correct_PN = at_least_float32(correct_PN)
     valid_PN = jnp.ones(correct_PN.shape, bool) if valid_PN is None else valid_PN
+    # "Equal" allows for the rounding of rewards that were computed, as wrong + score * range.
+    near = 4 * jnp.finfo(correct_PN.dtype).eps * max(abs(wrong), abs(right))
     graded_PN = (right - correct_PN) / (right - wrong)
-    failed_PN = jnp.where(correct_PN <= wrong, 1, jnp.where(correct_PN >= right, 0, graded_PN))
+    graded_PN = jnp.where(correct_PN >= right - near, 0, graded_PN)
+    failed_PN = jnp.where(correct_PN <= wrong + near, 1, graded_PN)
     failures_P = jnp.where(valid_PN, failed_PN, 0).sum(axis=1)
     samples_P = valid_PN.sum(axis=1).astype(failures_P.dtype)
     return jnp.where(failures_P == samples_P, 1, failures_P / jnp.maximum(samples_P, 1))

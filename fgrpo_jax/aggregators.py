@@ -2,7 +2,8 @@
 
 Sum both over microbatches and devices, then divide once: gradients then do not depend on how a
 batch was split, as those of a mean of means do. The loss at masked tokens does not matter, not
-even where it is NaN. Each is jitted with its settings static.
+even where it is NaN (the gradient of what made it may be, though). Each is jitted with its
+settings (Python numbers) static.
 """
 
 import jax
@@ -86,6 +87,7 @@ def _rows(loss_BT: Array, mask_BT: Array, count_empty: bool) -> Array:
 def length_weight(
     length_PN: Num[Array, "P N"],
     exponent: Scalar,
+    valid_PN: Bool[Array, "P N"] | None = None,
     ratio: float = 1 / 9,
     eps: float = 1e-6,
 ) -> Float[Array, "P N"]:
@@ -99,12 +101,14 @@ def length_weight(
             short responses, above 0 long ones.
 
     Returns:
-        weights that multiply a row's losses, of mean 1 in each group.
+        weights that multiply a row's losses, of mean 1 over the valid rows of each group; 0 for
+        the others.
 
     >>> length_weight(jnp.array([[10.0, 30.0]]), jnp.float32(0)).tolist()
     [[1.0, 1.0]]
     """
-    groups = group_statistics(length_PN)
+    groups = group_statistics(length_PN, valid_PN)
     z_PN = groups.centred / (groups.std() + eps)
     h_PN = jnp.maximum(1 + ratio * z_PN, 1e-6)
-    return length_PN.shape[1] * jax.nn.softmax(h_PN**exponent, axis=1)
+    share_PN = jax.nn.softmax(h_PN**exponent, axis=1, where=groups.valid)
+    return jnp.where(groups.valid, groups.number * share_PN, 0)

@@ -39,7 +39,7 @@ def default() -> Config:
     c.score.right = 1.0  # reward of a right one
     c.score.overlong_buffer = 0  # last tokens of a response over which its reward falls; 0: off
     c.score.overlong_factor = 1.0  # by how much it has fallen at the limit
-    c.score.unlikeliness = 0.0  # share taken off the likeliest right answer; paper: 0.25; 0: off
+    c.score.unlikeliness = 0.0  # share taken off likely right answers, by rank; paper: 0.25; 0: off
 
     c.algo = _section()
     c.algo.name = "grpo"  # the surrogate: grpo dapo cispo gspo gspo_token gmpo sapo reinforce
@@ -92,8 +92,8 @@ def default() -> Config:
     c.optim = _section()
     c.optim.lr = 1e-6  # peak learning rate
     c.optim.warmup = 15  # optimizer updates of linear rise
-    c.optim.decay_start = 0  # optimizer update where a linear fall to 0 begins; 0: none
-    c.optim.decay_end = 0  # optimizer update where the rate reaches 0
+    c.optim.decay_start = 0  # rollout steps after which a linear fall to 0 begins; 0: none
+    c.optim.decay_end = 0  # rollout steps after which the rate is 0
     c.optim.b1 = 0.9  # AdamW's decay of the first moment
     c.optim.b2 = 0.999  # and of the second
     c.optim.weight_decay = 0.01  # AdamW, decoupled
@@ -200,6 +200,7 @@ def _override(c: Config, text: str) -> None:
     read = {"true": True, "false": False}.__getitem__ if kind is bool else kind
     try:
         value = value.lower() if kind is bool else value
-        node[leaf] = None if value == "None" and node[leaf] is None else read(value)
+        may_be_none = keys(default())[key] is None
+        node[leaf] = None if value == "None" and may_be_none else read(value)
     except (ValueError, KeyError):
         raise UserError(f"config key {key} takes {kind.__name__}, not {value!r}") from None

@@ -4,6 +4,7 @@ The only file that asks for process_index. On one host each function is the plai
 """
 
 import os
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -63,6 +64,15 @@ def total(value: float | int | np.number) -> float:
     if jax.process_count() == 1:
         return float(value)
     return float(multihost_utils.process_allgather(np.float64(value)).sum())
+
+
+def on_all_rows(function: Callable[..., Any], *rows: np.ndarray) -> Any:
+    """This host's rows of what a function makes of the rows of all hosts, which are as many on
+    each."""
+    if jax.process_count() == 1:
+        return function(*rows)
+    result = function(*(multihost_utils.process_allgather(x, tiled=True) for x in rows))
+    return result[share(len(result))]
 
 
 def whole(x: jax.Array) -> np.ndarray:

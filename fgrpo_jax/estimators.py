@@ -1,6 +1,7 @@
 """From a step's rollouts to shaped rewards and advantages, by the config's names."""
 
 import dataclasses
+import functools
 from collections import Counter
 from collections.abc import Callable, Sequence
 
@@ -8,22 +9,27 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fgrpo_jax import advantages, kl, shaping
+from fgrpo_jax import advantages, distributed, kl, shaping
 from fgrpo_jax.config import Config
 from fgrpo_jax.structs import Problem, Rollouts
 
 
 def shape_rewards(c: Config, rollouts: Rollouts) -> Rollouts:
-    """The reward less the overlong penalty and the KL penalty, lowered where likely.
+    """The reward, lowered where likely, less the overlong penalty and the KL penalty.
 
-    Raw correctness stays. With algo.truncated "drop", cut-off samples leave the group.
+    Raw correctness stays.
     """
     groups = rollouts.reward_PN.shape
     length_PN = rollouts.mask_BT.sum(axis=1).reshape(groups)
     reward_PN = rollouts.reward_PN
-    valid_PN = rollouts.valid_PN
-    if c.algo.truncated == "drop":
-        valid_PN = valid_PN & rollouts.finished_B.reshape(groups)
+    if c.score.unlikeliness:
+        reward_PN = shaping.unlikeliness_reward(
+            reward_PN,
+            rollouts.correct_PN,
+            mean_logp(rollouts),
+            rollouts.valid_PN,
+            c.score.unlikeliness,
+        )
     if c.score.overlong_buffer:
         reward_PN = reward_PN + shaping.overlong_penalty(
             length_PN, c.rollout.max_response, c.score.overlong_buffer, c.score.overlong_factor
@@ -33,12 +39,7 @@ def shape_rewards(c: Config, rollouts: Rollouts) -> Rollouts:
         kl_BT = kl.ESTIMATORS[c.kl.estimator](rollouts.sampler_logp_BT, rollouts.ref_logp_BT)
         kl_PN = np.where(rollouts.mask_BT, kl_BT, 0).sum(axis=1).reshape(groups)
         reward_PN = reward_PN - c.kl.coef * kl_PN
-    if c.score.unlikeliness:
-        reward_PN = shaping.unlikeliness_reward(
-            reward_PN, rollouts.correct_PN, mean_logp(rollouts), valid_PN, c.score.unlikeliness
-        )
-    reward_PN = np.asarray(reward_PN, np.float32)
-    return dataclasses.replace(rollouts, reward_PN=reward_PN, valid_PN=valid_PN)
+    return dataclasses.replace(rollouts, reward_PN=np.asarray(reward_PN, np.float32))
 
 
 def mean_logp(rollouts: Rollouts) -> np.ndarray:
@@ -66,7 +67,8 @@ def make_advantage(c: Config, problems: Sequence[Problem]) -> Callable[[Rollouts
             case "mean_only":
                 return advantages.mean_only_advantage(reward_PN, valid_PN)
             case "batch_std":
-                return advantages.batch_std_advantage(reward_PN, valid_PN, eps)
+                whole = functools.partial(advantages.batch_std_advantage, eps=eps)
+                return distributed.on_all_rows(whole, reward_PN, valid_PN)
             case "rloo":
                 return advantages.rloo_advantage(reward_PN, valid_PN)
             case "leave_one_out":
@@ -74,9 +76,8 @@ def make_advantage(c: Config, problems: Sequence[Problem]) -> Callable[[Rollouts
             case "opo":
                 return advantages.opo_advantage(reward_PN, length_PN, valid_PN)
             case "reinforce_plus_plus_baseline":
-                return advantages.reinforce_plus_plus_baseline_advantage(
-                    reward_PN, length_PN, valid_PN
-                )
+                whole = advantages.reinforce_plus_plus_baseline_advantage
+                return distributed.on_all_rows(whole, reward_PN, length_PN, valid_PN)
             case "maxrl":
                 return advantages.maxrl_advantage(reward_PN, valid_PN, eps)
             case "pkpo":

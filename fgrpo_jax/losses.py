@@ -1,10 +1,11 @@
-"""Policy-gradient losses, importance weights and KL estimators by token: arrays in, arrays out.
+"""Policy-gradient losses and importance weights by token: arrays in, arrays out.
 
 With d = logp - old_logp, r = exp(d), A the advantage, one a row ([B, 1]) or one a token. Losses
 are to be minimised and are not reduced: what normalises them is the experiment, so an aggregator
 (aggregators.py) is chosen by name. Log-probabilities are of the sampled tokens, in nats, at the
-temperature they were sampled at. Values at masked tokens do not matter. Each function is jitted
-with its settings static, and can be called inside jit, grad, vmap, scan and shard_map.
+temperature they were sampled at. Values at masked tokens do not matter, as long as they are
+finite. Each function is jitted with its settings (Python numbers) static, and can be called inside
+jit, grad, vmap, scan and shard_map.
 """
 
 import jax

@@ -22,7 +22,9 @@ def run(job: Job, description: str, argv: Sequence[str]) -> int:
     parser.add_argument(
         "--method", action="append", default=[], help="Python file with apply(c); may be repeated"
     )
-    parser.add_argument("--workdir", help="where the run lives; default runs/<name of the config>")
+    parser.add_argument(
+        "--workdir", help="where the run lives; default runs/<names of config and methods>"
+    )
     arguments, rest = parser.parse_known_args(argv)
     console = Console(highlight=False, soft_wrap=True)
     try:

@@ -6,6 +6,7 @@ from typing import NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
+from jax.lax import stop_gradient
 from jaxtyping import Array
 
 MAX_LOG_RATIO = 20.0  # nats, as in verl
@@ -61,9 +62,13 @@ def group_statistics(reward: Array, valid: Array | None = None) -> Groups:
     """Of the valid rewards of each group, in at least float32; valid None: all."""
     reward = at_least_float32(reward)
     valid = jnp.ones(reward.shape, bool) if valid is None else valid.astype(bool)
-    count = valid.sum(axis=-1, keepdims=True).astype(reward.dtype)
-    mean = masked_mean(reward, valid)
+    reward = jnp.where(valid, reward, 0)  # whatever an invalid one holds, NaN too
+    number = valid.sum(axis=-1, keepdims=True).astype(reward.dtype)
+    lowest = jnp.where(valid, reward, jnp.inf).min(axis=-1, keepdims=True)
     highest = jnp.where(valid, reward, -jnp.inf).max(axis=-1, keepdims=True)
-    constant = highest <= jnp.where(valid, reward, jnp.inf).min(axis=-1, keepdims=True)
-    centred = jnp.where(valid & ~constant, reward - mean, 0)
-    return Groups(reward, valid, count, mean, centred, constant)
+    constant = highest <= lowest
+    # Centred on the lowest first: a large constant in all rewards then rounds nothing away.
+    base = stop_gradient(jnp.where(number > 0, lowest, 0))
+    mean = masked_mean(reward - base, valid)
+    centred = jnp.where(valid & ~constant, reward - base - mean, 0)
+    return Groups(reward, valid, number, base + mean, centred, constant)

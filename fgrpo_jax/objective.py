@@ -144,7 +144,8 @@ def token_loss(
     if o.entropy_coef:
         loss_BT -= o.entropy_coef * entropy_BT
     if o.aggregator == "lambda_grpo":  # the row's own length comes first
-        weight_BN = aggregators.length_weight(rows.length_BN, exponent, o.lambda_ratio)
+        there_BN = rows.length_BN > 0
+        weight_BN = aggregators.length_weight(rows.length_BN, exponent, there_BN, o.lambda_ratio)
         loss_BT *= weight_BN[:, :1]
     token_sum = lambda x_BT: aggregators.token_mean(stop_gradient(x_BT), mask_BT)[0]
     return loss_BT, {name: token_sum(x_BT) for name, x_BT in report.items()}

@@ -24,12 +24,13 @@ def make_collect(
     mesh: Mesh,
     wrong: float = 0.0,
     right: float = 1.0,
+    drop_truncated: bool = False,
 ) -> Collect:
     """collect(params, prompts, key) -> Rollouts; params in the `decode` layout.
 
     A score of 0 is rewarded by `wrong`, one of 1 by `right`. Each row's key derives from `key`,
     the prompt's position and the sample's number, so that a row is the same in any batch and on
-    any mesh.
+    any mesh. With drop_truncated, cut-off samples are invalid: they leave their group.
     """
     rows = sharding.activation(mesh, "B")
 
@@ -56,16 +57,18 @@ def make_collect(
         golds = [problem.answer for problem in prompts.problems for _ in range(samples)]
         scores = scorer.score(golds, responses)
         reward_B = np.array([s.reward for s in scores], np.float32)
+        reward_B = np.where(reward_B == 1, right, wrong + (right - wrong) * reward_B)
         correct_B = np.array([s.correct for s in scores], np.float32)
+        valid_B = out.finished_B[:real] | (not drop_truncated)
         return Rollouts(
             prompts,
             out.tokens_BT,
             out.mask_BT,
             out.logp_BT,
             out.finished_B,
-            (wrong + (right - wrong) * reward_B).reshape(-1, samples),
+            reward_B.astype(np.float32).reshape(-1, samples),
             correct_B.reshape(-1, samples),
-            np.ones((real // samples, samples), bool),
+            valid_B.reshape(-1, samples),
             responses,
             tuple(s.info for s in scores),
         )
@@ -95,7 +98,8 @@ def learner_batch(
     trained_B = rollouts.valid_PN.reshape(-1) & (rollouts.finished_B | (not mask_truncated))
     length_BN = None
     if with_lengths:
-        length_PN = rollouts.mask_BT.sum(axis=1, dtype=np.int32).reshape(-1, samples)
+        length_B = rollouts.mask_BT.sum(axis=1, dtype=np.int32) * trained_B
+        length_PN = length_B.reshape(-1, samples)
         own_first = [np.roll(length_PN, -n, axis=1) for n in range(samples)]
         length_BN = np.stack(own_first, axis=1).reshape(-1, samples)
     batch = LearnerBatch(

@@ -97,6 +97,7 @@ def make_draw(
                 everything = np.arange(drawn.reward_PN.shape[1])
                 everything = np.broadcast_to(everything, (want, len(everything)))
                 return take(drawn, chosen, everything), drawn, position + attempt + 1
+        have, want = (round(distributed.total(number)) for number in (have, want))
         raise UserError(
             f"{attempts} batches of prompts gave {have} groups with both right and wrong answers, "
             f"and a step needs {want}: raise rollout.attempts or algo.group_size, or take problems "

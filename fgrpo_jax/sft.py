@@ -129,10 +129,11 @@ def train(c: Config, workdir: pathlib.Path, console: Console) -> None:
     policy = Policy(weights.model_config(folder), DTYPES[c.model.dtype](), tokens=tokenizer.size)
     mesh = sharding.make_mesh(*validation.check_mesh(c, jax.device_count()))
     examples = prompts.load(c, c.data.source, "train", tokenizer)
-    optimizer = make_optimizer(c.optim)
+    schedule = make_schedule(c.optim, updates_a_step=1)
+    optimizer = make_optimizer(c.optim, schedule)
     settings = UpdateSettings(Objective("reinforce"), 1.0, 1, c.learn.logit_chunk)
     abstract = abstract_state(policy, optimizer, mesh)
-    update = make_update(policy, optimizer, make_schedule(c.optim), settings, abstract)
+    update = make_update(policy, optimizer, schedule, settings, abstract)
     with (
         jax.set_mesh(mesh),
         Checkpoints(workdir / "checkpoints", c.checkpoint.keep) as checkpoints,

@@ -17,7 +17,7 @@ def overlong_penalty(
 ) -> Float[Array, "..."]:
     """DAPO's soft punishment, added to the reward: 0 down to -factor over the last tokens.
 
-        min(-(length - (max_response - buffer)) / buffer * factor, 0)
+        -clip((length - (max_response - buffer)) / buffer, 0, 1) * factor
 
     DAPO (arXiv 2503.14476), eq 13; verl's `overlong_buffer`.
 
@@ -29,7 +29,7 @@ def overlong_penalty(
     [-0.0, -0.5, -1.0]
     """
     over = at_least_float32(length) - (max_response - buffer)
-    return -jnp.maximum(over / buffer * factor, 0) if buffer else jnp.zeros_like(over)
+    return -factor * jnp.clip(over / buffer, 0, 1) if buffer else jnp.zeros_like(over)
 
 
 @kernel("penalty")
@@ -44,7 +44,7 @@ def unlikeliness_reward(
 
         R (1 - penalty (n - rank) / n),  rank 1 the likeliest of n
 
-    "Rewarding the Unlikely" (arXiv 2506.02355).
+    "Rewarding the Unlikely" (arXiv 2506.02355). The reward of a right sample must be above 0.
 
     Args:
         logp_PN: mean log-probability a token under the policy that sampled.
@@ -98,7 +98,9 @@ def domain_weight(share_P: Float[Array, " P"], form: str = "log") -> Float[Array
     if form == "inverse":
         return 1 / share_P
     weight_P = jnp.log1p(1 / share_P)
-    return {"log": weight_P, "log_squared": weight_P**2}[form]
+    if form not in ("log", "log_squared"):
+        raise ValueError(f"form is {form!r}: it must be log, log_squared or inverse")
+    return weight_P if form == "log" else weight_P**2
 
 
 @kernel("eps")

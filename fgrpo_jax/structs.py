@@ -67,7 +67,7 @@ class LearnerBatch:
     advantage_B: Leaf  # float32 [B], focal weight applied
     sampler_logp_BT: Leaf  # float32 [B, T]
     ref_logp_BT: Leaf = None  # float32 [B, T], of the reference policy; None: no KL in the loss
-    length_BN: Leaf = None  # int32 [B, N], tokens of each row of the group, the row's own first
+    length_BN: Leaf = None  # int32 [B, N], trained tokens of the group's rows, its own first
 
 
 @struct.dataclass

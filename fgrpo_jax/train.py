@@ -13,6 +13,7 @@ from rich.console import Console
 
 from fgrpo_jax import (
     UserError,
+    config,
     distributed,
     metrics,
     prompts,
@@ -46,7 +47,8 @@ class Parts:
 
     decode_params: Callable[[Any], Any]
     draw: Draw
-    shape: Callable[[Rollouts], Rollouts]  # rewards shaped, samples chosen
+    shape: Callable[[Rollouts], Rollouts]  # rewards; raw correctness stays
+    choose: Callable[[Rollouts], Rollouts]  # samples to train on
     advantage: Callable[[Rollouts], jax.Array]
     split: Callable[[Rollouts, jax.Array], LearnerBatch]
     update: Callable[[TrainState, LearnerBatch], tuple[TrainState, dict[str, jax.Array]]]
@@ -89,8 +91,9 @@ def train(c: Config, workdir: pathlib.Path, console: Console) -> dict[str, Any]:
                     parts.checkpoints.save(state, step)
                     raise
             with watch("update"):
-                weight_P = focal_weight(rollouts.correct_PN, gamma, rollouts.valid_PN)
                 rollouts = parts.shape(rollouts)
+                weight_P = focal_weight(rollouts.correct_PN, gamma, rollouts.valid_PN)
+                rollouts = parts.choose(rollouts)
                 adv_PN = parts.advantage(rollouts)  # GRPO or a relative
                 adv_PN *= weight_P[:, None]  # F-GRPO
                 state, numbers = parts.update(state, parts.split(rollouts, adv_PN))
@@ -103,7 +106,7 @@ def train(c: Config, workdir: pathlib.Path, console: Console) -> dict[str, Any]:
                     f"step {step + 1}: loss or gradient is not finite; nothing of it was saved"
                 )
             record = metrics.rollout_metrics(drawn) | numbers
-            record |= watch.metrics(distributed.total(rollouts.mask_BT.sum())) | clock.read()
+            record |= watch.metrics(distributed.total(drawn.mask_BT.sum())) | clock.read()
             log.write({"step": step + 1, **record})
             bar.show(step + 1, record)
             if step + 1 == c.steps or (step + 1) % c.checkpoint.every == 0:
@@ -156,7 +159,8 @@ def build(
             f"{folder}: its tokenizer gives id {largest}, and the model has {shape.vocab} rows: "
             "tokenizer and weights are of different models"
         )
-    optimizer = make_optimizer(c.optim)
+    schedule = make_schedule(c.optim, validation.updates_a_step(c))
+    optimizer = make_optimizer(c.optim, schedule)
     abstract = abstract_state(policy, optimizer, mesh)
     console.print(
         f"{c.model.path}: {shape.layers} layers of width {shape.width}; "
@@ -169,7 +173,7 @@ def build(
     scorer = stack.enter_context(rewards.Scorer(c.reward, c.score.workers, c.score.timeout))
     checkpoints = stack.enter_context(Checkpoints(workdir / "checkpoints", c.checkpoint.keep))
 
-    def collector(samples: int, temperature: float) -> Collect:
+    def collector(samples: int, temperature: float, training: bool) -> Collect:
         settings = SamplerSettings(
             samples, c.rollout.max_response, temperature, tokenizer.stop_ids, c.rollout.chunk
         )
@@ -181,11 +185,12 @@ def build(
             mesh,
             c.score.wrong,
             c.score.right,
+            drop_truncated=training and c.algo.truncated == "drop",
         )
 
     size, share = c.rollout.prompts, distributed.share(c.rollout.prompts)
     evaluate = make_evaluate(
-        collector(c.eval.samples, c.eval.temperature),
+        collector(c.eval.samples, c.eval.temperature, training=False),
         held_out,
         c.eval.problems,
         size,
@@ -200,29 +205,33 @@ def build(
     minibatches = size // c.learn.minibatch
     rows = validation.minibatch_rows(c)
     microbatches = rows // min(rows, c.learn.microbatch)
-    for warning in validation.warnings(c):
+    for warning in validation.warnings(c, config.default()):
         console.print(f"warning: {warning}")
     state = checkpoints.restore(abstract)
     if state is None:
         state = init_state(weights.load(folder, policy, mesh), optimizer, abstract)
     if int(state.step) > c.steps:
         raise UserError(f"{workdir} has already done {int(state.step)} steps: raise steps")
-    reference = lambda rollouts: rollouts
+    reference: dict[str, Callable[[Rollouts], Rollouts]] = {}  # by where its KL goes
     if c.kl.coef:
-        reference = make_reference(
+        reference[c.kl.place] = make_reference(
             policy, reference_folder, c.rollout.temperature, c.learn.logit_chunk,
             c.learn.microbatch, mesh,
         )  # fmt: skip
+    as_is = lambda rollouts: rollouts
     workdirs.claim(c, workdir)
     return Parts(
         decode_params=weights.make_decode_params(policy, mesh),
         draw=make_draw(
-            collector(c.algo.group_size, c.rollout.temperature),
+            collector(c.algo.group_size, c.rollout.temperature, training=True),
             lambda position: prompts.batch_at(train_set, position, size, c.seed, share),
             c.rollout.attempts,
             c.rollout.dynamic,
         ),
-        shape=lambda rollouts: most_varied(shape_rewards(c, reference(rollouts)), c.rollout.subset),
+        shape=lambda rollouts: shape_rewards(c, reference.get("reward", as_is)(rollouts)),
+        choose=lambda rollouts: reference.get("loss", as_is)(
+            most_varied(rollouts, c.rollout.subset)
+        ),
         advantage=make_advantage(c, train_set.problems),
         split=lambda rollouts, adv_PN: learner_batch(
             rollouts,
@@ -233,7 +242,7 @@ def build(
             mask_truncated=c.algo.truncated != "keep",
             with_lengths=c.algo.aggregator == "lambda_grpo",
         ),
-        update=make_update(policy, optimizer, make_schedule(c.optim), settings, abstract),
+        update=make_update(policy, optimizer, schedule, settings, abstract),
         evaluate=evaluate,
         checkpoints=checkpoints,
     ), state

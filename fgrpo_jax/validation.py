@@ -1,5 +1,6 @@
 """What a config must satisfy: one clear sentence a mistake, and warnings of what is odd."""
 
+import math
 from typing import Any, NamedTuple
 
 from ml_collections import ConfigDict
@@ -98,6 +99,8 @@ def validate(c: Config) -> Config:
         if c.algo[key] is None:
             c.algo[key] = getattr(published, key)
     flat = keys(c)
+    for key, value in flat.items():
+        need(not isinstance(value, float) or math.isfinite(value), f"{key} must be finite")
     for key in POSITIVE:
         need(flat[key] > 0, f"{key} is {flat[key]}: it must be above 0")
     for key in NOT_NEGATIVE:
@@ -156,10 +159,21 @@ def _check_groups(c: Config) -> None:
         c.algo.advantage != "pkpo" or c.algo.pass_k <= (subset or size),
         f"algo.pass_k is {c.algo.pass_k}: a group has only {subset or size} samples",
     )
+    lowering = {
+        f"score.wrong is {c.score.wrong}": c.score.wrong < 0,
+        "score.overlong_buffer is set": c.score.overlong_buffer > 0,
+        "kl.place is reward": c.kl.coef > 0 and c.kl.place == "reward",
+    }
+    for sentence, holds in lowering.items():
+        need(
+            c.algo.advantage not in ("maxrl", "disco") or not holds,
+            f"{sentence}: {c.algo.advantage} divides by a group's mean reward, which must not fall "
+            "below 0",
+        )
     need(
-        c.algo.advantage not in ("maxrl", "disco") or c.score.wrong >= 0,
-        f"score.wrong is {c.score.wrong}: {c.algo.advantage} divides by a group's mean reward, "
-        "which must not be below 0",
+        not c.score.unlikeliness or c.score.right > 0,
+        f"score.right is {c.score.right}: score.unlikeliness takes a share off it, so it must be "
+        "above 0",
     )
 
 
@@ -174,10 +188,11 @@ def _check_penalties(c: Config) -> None:
         f"kl.estimator is {c.kl.estimator!r}: its + is about the gradient, and kl.place is reward, "
         "which has none; leave it out",
     )
+    low = c.importance.low if c.importance.kind == "mask" else 0
     need(
-        c.importance.kind != "mask" or c.importance.low < c.importance.high,
-        f"importance.low is {c.importance.low}: it must be below importance.high, "
-        f"{c.importance.high}",
+        c.importance.kind == "none" or low < 1 <= c.importance.high,
+        f"importance.low and importance.high are {c.importance.low} and {c.importance.high}: the "
+        "weight 1 of samples without drift must lie between them",
     )
     need(
         c.score.overlong_buffer <= c.rollout.max_response,
@@ -198,9 +213,9 @@ def _check_batches(c: Config) -> None:
     )
     start, end = c.optim.decay_start, c.optim.decay_end
     need(
-        (start == end == 0) or c.optim.warmup <= start < end,
-        f"optim.decay_start and optim.decay_end are {start} and {end}: the fall must begin after "
-        f"optim.warmup, {c.optim.warmup}, and before it ends",
+        (start == end == 0) or c.optim.warmup / updates_a_step(c) <= start < end,
+        f"optim.decay_start and optim.decay_end are {start} and {end} rollout steps: the fall must "
+        f"begin after optim.warmup, {c.optim.warmup} updates, and before it ends",
     )
     rows = minibatch_rows(c)
     need(
@@ -215,14 +230,40 @@ def minibatch_rows(c: Config) -> int:
     return c.learn.minibatch * (c.rollout.subset or c.algo.group_size)
 
 
-def warnings(c: Config) -> list[str]:
+def updates_a_step(c: Config) -> int:
+    """Optimizer updates of a rollout step."""
+    return c.rollout.prompts // c.learn.minibatch * c.learn.epochs
+
+
+ONLY_WITH = {  # key -> the key and the values with which it is read
+    "algo.tau_right": ("algo.name", ["sapo"]),
+    "algo.tau_wrong": ("algo.name", ["sapo"]),
+    "algo.pass_k": ("algo.advantage", ["pkpo"]),
+    "algo.smooth_right": ("algo.advantage", ["ds_grpo"]),
+    "algo.smooth_wrong": ("algo.advantage", ["ds_grpo"]),
+    "algo.domain_weight": ("algo.advantage", ["disco"]),
+    "algo.lambda_ratio": ("algo.aggregator", ["lambda_grpo"]),
+    "algo.lambda_lr": ("algo.aggregator", ["lambda_grpo"]),
+    "importance.level": ("importance.kind", ["truncate", "mask"]),
+    "importance.high": ("importance.kind", ["truncate", "mask"]),
+    "importance.low": ("importance.kind", ["mask"]),
+    "rollout.attempts": ("rollout.dynamic", [True]),
+}
+
+
+def warnings(c: Config, default: Config) -> list[str]:
     """Sentences on what a validated config can do and hardly means to."""
-    updates = c.steps * (c.rollout.prompts // c.learn.minibatch) * c.learn.epochs
-    wide = max(c.algo.clip_low, c.algo.clip_high)
-    one_update = c.rollout.prompts == c.learn.minibatch and c.learn.epochs == 1
+    flat, plain = keys(c), keys(default)
+    updates, wide = updates_a_step(c), max(c.algo.clip_low, c.algo.clip_high)
     found = {
-        f"the learning rate is 0 from optimizer update {c.optim.decay_end} (optim.decay_end) to "
-        f"{updates}, the run's last": 0 < c.optim.decay_end < updates,
+        f"{key} is {flat[key]} and nothing reads it: {other} is {flat[other]}": (
+            flat[key] != plain[key] and flat[other] not in values
+        )
+        for key, (other, values) in ONLY_WITH.items()
+    }
+    found |= {
+        f"the learning rate is 0 from rollout step {c.optim.decay_end} (optim.decay_end) to "
+        f"{c.steps}, the run's last": 0 < c.optim.decay_end < c.steps,
         f"{c.algo.name} bounds the ratio of a whole sequence, and {wide:g} is a bound for single "
         "tokens: it will hardly ever clip; the paper has 3e-4 and 4e-4": (
             c.algo.name.startswith("gspo") and wide > 0.05
@@ -233,7 +274,15 @@ def warnings(c: Config) -> list[str]:
         "score.overlong_buffer lowers the reward of long samples whose loss algo.truncated takes "
         "out where they are longest": c.score.overlong_buffer > 0 and c.algo.truncated != "keep",
         f"{c.algo.name} never clips here: with one optimizer update a step all ratios are 1": (
-            one_update and c.algo.name in ("gspo", "gspo_token", "gmpo", "sapo")
+            updates == 1 and c.algo.name in ("gspo", "gspo_token", "gmpo")
+        ),
+        f"reinforce corrects for no ratio, and {updates} optimizer updates a step leave the policy "
+        "that sampled": updates > 1 and c.algo.name == "reinforce",
+        f"rollout.subset is all {c.algo.group_size} samples of a group: nothing is chosen": (
+            c.rollout.subset == c.algo.group_size
+        ),
+        "rollout.dynamic drops the groups without a right answer, which ngrpo is to learn from": (
+            c.rollout.dynamic and c.algo.advantage == "ngrpo"
         ),
     }
     return [sentence for sentence, holds in found.items() if holds]

@@ -153,6 +153,7 @@ def test_pkpo_in_closed_form_and_its_limits():
         )
     few = jnp.array([[True, True, False, False]])
     assert not advantages.pkpo_advantage(jnp.array([[1.0, 0.0, 1.0, 0.0]]), 3, few).any()
+    assert np.isfinite(advantages.pkpo_advantage(jnp.eye(1, 1200), 600)).all()
     with pytest.raises(ValueError, match="k is 9: it must be in 1 ... 8"):
         advantages.pkpo_advantage(jnp.zeros((1, 8)), 9)
 
@@ -165,6 +166,9 @@ def test_reinforce_plus_plus_by_hand():
     white = (returns - returns.mean()) / returns.std(ddof=1)
     out = advantages.reinforce_plus_plus_advantage(rewards, mask)
     np.testing.assert_allclose(out, [white[:3], [white[3], 0, 0]], rtol=1e-5)
+    same = jnp.full((2, 3), 0.7)  # whose rounding must not be blown up
+    one = jnp.array([[True, False, False]] * 2)
+    assert not advantages.reinforce_plus_plus_advantage(same, one).any()
     out = advantages.reinforce_plus_plus_advantage(rewards, mask, discount=0.5)
     returns = np.array([1 + 1 + 1, 2 + 2, 4, 8])
     white = (returns - returns.mean()) / returns.std(ddof=1)
@@ -292,6 +296,43 @@ def test_focal_weight_is_exact_at_the_ends():
         focal_weight(ends, -1.0)
     with pytest.raises(ValueError, match="wrong must be below right"):
         focal_weight(ends, 1.0, wrong=1.0, right=1.0)
+
+
+def test_rewards_that_were_computed_are_exact_at_the_ends_too():
+    """wrong + (right - wrong) * score misses `right` by an ulp for one pair in ten."""
+    tenths = np.arange(-20, 20) / 10
+    for wrong, right in itertools.combinations(tenths, 2):
+        score = np.array([[0.0] * 6, [1.0] * 6], np.float32)
+        rewards = np.float32(wrong) + np.float32(right - wrong) * score
+        out = focal_weight.__wrapped__(jnp.asarray(rewards), 0.1, None, wrong, right)
+        assert out.tolist() == [1, 0], (wrong, right)
+
+
+@pytest.mark.parametrize("name", SHIFT_FREE)
+def test_a_large_offset_rounds_nothing_away(name):
+    rewards = jnp.array([[1.0, 0, 0, 1, 0, 0, 0], [3, 2, 0, 1, 1, 0, 3]])
+    np.testing.assert_allclose(
+        ESTIMATORS[name](rewards + 1e6), ESTIMATORS[name](rewards), rtol=1e-4, atol=1e-5
+    )
+
+
+def test_without_eps():
+    """Constant groups stay 0, others are divided by the very statistic."""
+    rewards = jnp.array([[0.0] * 4, [1.0] * 4, [1.0, 0.0, 0.0, 0.0]])
+    np.testing.assert_allclose(
+        advantages.maxrl_advantage(rewards, eps=0.0), [[0] * 4, [0] * 4, [3, -1, -1, -1]]
+    )
+    assert not advantages.group_advantage(rewards, eps=0.0)[:2].any()
+
+
+def test_invalid_samples_may_hold_anything():
+    rewards = jnp.array([[1.0, 0.0, 0.5, jnp.nan]])
+    valid = jnp.array([[True, True, True, False]])
+    for name in ESTIMATORS:
+        out = ESTIMATORS[name](rewards, valid)
+        assert np.isfinite(out).all() and out[0, 3] == 0, name
+        grad = jax.grad(lambda r, f=ESTIMATORS[name]: (f(r, valid) ** 2).sum())(rewards)
+        assert np.isfinite(grad[0, :3]).all(), name
 
 
 def test_graded_rewards_have_their_normalised_mean():

@@ -49,6 +49,15 @@ def test_length_weight_is_learnable():
     np.testing.assert_allclose(slope, np.log(h[1]) - np.log(h).mean(), rtol=1e-4)
 
 
+def test_invalid_rows_leave_the_weights():
+    lengths, exponent = jnp.array([[100, 10, 30, 100]]), jnp.float32(2)
+    valid = jnp.array([[False, True, True, False]])
+    out = aggregators.length_weight(lengths, exponent, valid)
+    pair = aggregators.length_weight(jnp.array([[10, 30]]), exponent)
+    np.testing.assert_allclose(out, [[0, *pair[0], 0]], rtol=1e-6)
+    assert not aggregators.length_weight(lengths, exponent, jnp.zeros((1, 4), bool)).any()
+
+
 def test_equal_lengths_weigh_alike():
     out = aggregators.length_weight(jnp.full((2, 8), 7), jnp.float32(5))
     np.testing.assert_allclose(out, np.ones((2, 8)), rtol=1e-6)

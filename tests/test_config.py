@@ -113,8 +113,19 @@ def test_cispo_has_no_dual_clip(tmp_path):
         (["algo.name=sapo", "algo.clip_high=0.2"], "sapo has no clip, leave them None"),
         (["algo.advantage=pkpo", "algo.pass_k=9"], "algo.pass_k is 9: a group has only 8 samples"),
         (["algo.advantage=maxrl", "score.wrong=-1"], "score.wrong is -1.0: maxrl divides by a"),
+        (
+            ["algo.advantage=disco", "score.overlong_buffer=4"],
+            "score.overlong_buffer is set: disco divides by a group's mean reward",
+        ),
+        (["algo.advantage=maxrl", "kl.coef=1", "kl.place=reward"], "kl.place is reward: maxrl div"),
+        (["score.unlikeliness=0.5", "score.right=0", "score.wrong=-1"], "score.right is 0.0: sco"),
+        (["importance.kind=truncate", "importance.high=0.9"], "the weight 1 of samples without d"),
+        (["kl.coef=inf"], "kl.coef must be finite"),
         (["kl.coef=1", "kl.place=reward", "kl.estimator=k3+"], "its + is about the gradient"),
-        (["importance.kind=mask", "importance.low=3"], "importance.low is 3.0: it must be below"),
+        (
+            ["importance.kind=mask", "importance.low=1.5"],
+            "importance.high are 1.5 and 2.0: the weig",
+        ),
     ],
 )
 def test_what_does_not_fit_together_gets_one_sentence(tmp_path, overrides, message):
@@ -131,13 +142,20 @@ def test_what_does_not_fit_together_gets_one_sentence(tmp_path, overrides, messa
         (["algo.name=gmpo"], "gmpo never clips here: with one optimizer update a step"),
         (["kl.coef=0.1", "kl.estimator=k1"], "k1 in the loss has a gradient of mean 0"),
         (["optim.warmup=1", "optim.decay_start=2", "optim.decay_end=9"], "the learning rate is 0"),
+        (["algo.name=reinforce", "learn.minibatch=8"], "4 optimizer updates a step leave the pol"),
+        (["rollout.subset=8"], "rollout.subset is all 8 samples of a group: nothing is chosen"),
+        (["rollout.dynamic=true", "algo.advantage=ngrpo"], "which ngrpo is to learn from"),
+        (["algo.tau_wrong=2"], "algo.tau_wrong is 2.0 and nothing reads it: algo.name is grpo"),
+        (["importance.kind=truncate", "importance.low=0.4"], "importance.low is 0.4 and nothing"),
         (["score.overlong_buffer=4", "algo.truncated=mask"], "lowers the reward of long samples"),
     ],
 )
 def test_what_is_odd_is_warned_of(tmp_path, overrides, message):
     (warning,) = [
         sentence
-        for sentence in validation.warnings(config.load(write(tmp_path, PLAIN), overrides))
+        for sentence in validation.warnings(
+            config.load(write(tmp_path, PLAIN), overrides), config.default()
+        )
         if message in sentence
     ]
     assert "\n" not in warning
@@ -145,7 +163,13 @@ def test_what_is_odd_is_warned_of(tmp_path, overrides, message):
 
 def test_the_shipped_configs_are_not_odd():
     for path in CONFIGS:
-        assert not validation.warnings(config.load(str(path))), path
+        assert not validation.warnings(config.load(str(path)), config.default()), path
+
+
+def test_none_means_published_again(tmp_path):
+    (tmp_path / "m.py").write_text("def apply(c):\n    c.algo.clip_low = 0.1\n")
+    c = config.load(write(tmp_path, PLAIN), ["algo.clip_low=None"], [str(tmp_path / "m.py")])
+    assert c.algo.clip_low == 0.2
 
 
 def test_booleans(tmp_path):

@@ -8,7 +8,9 @@ from test_main import ENVIRONMENT, ROOT, command, metrics
 
 from fgrpo_jax import distributed, sharding
 
-ONE_MINIBATCH = ("steps=2", "learn.minibatch=4")  # so that each update has the same rows
+SETTINGS = (  # one minibatch, so that each update has the same rows
+    "steps=2 learn.minibatch=4 algo.advantage=batch_std kl.coef=0.1 learn.epochs=2".split()
+)
 
 
 def test_on_one_host_each_move_is_the_plain_one():
@@ -25,7 +27,7 @@ def test_two_processes_train_as_one(tmp_path):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    flags = command(tmp_path / "two", *ONE_MINIBATCH)
+    flags = command(tmp_path / "two", *SETTINGS)
     processes = [
         subprocess.Popen(
             flags,
@@ -43,9 +45,9 @@ def test_two_processes_train_as_one(tmp_path):
     ]
     assert [process.wait(timeout=300) for process in processes] == [0, 0]
     subprocess.run(
-        command(tmp_path / "one", *ONE_MINIBATCH), cwd=ROOT, env=ENVIRONMENT, check=True,
+        command(tmp_path / "one", *SETTINGS), cwd=ROOT, env=ENVIRONMENT, check=True,
         stdout=subprocess.DEVNULL,
     )  # fmt: skip
     for one, two in zip(metrics(tmp_path / "one"), metrics(tmp_path / "two"), strict=True):
-        for name in ("loss", "entropy", "grad_norm"):
+        for name in ("loss", "entropy", "grad_norm", "kl"):
             assert two[name] == pytest.approx(one[name], rel=1e-4, abs=1e-6), name

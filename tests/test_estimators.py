@@ -79,12 +79,6 @@ def test_mean_logp_is_of_real_tokens():
     np.testing.assert_allclose(mean_logp(x).reshape(-1), expected, rtol=1e-5)
 
 
-@pytest.mark.parametrize("policy, valid", [("keep", 12), ("mask", 12), ("drop", 10)])
-def test_truncated_samples(policy, valid):
-    out = shape_rewards(settings(algo_truncated=policy), rollouts())
-    assert out.valid_PN.sum() == valid
-
-
 EXPECTED = {
     "grpo": lambda x, n: advantages.group_advantage(x.reward_PN, eps=1e-3),
     "mean_only": lambda x, n: advantages.mean_only_advantage(x.reward_PN),

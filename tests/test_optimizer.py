@@ -7,10 +7,10 @@ from fgrpo_jax import config
 from fgrpo_jax.optimizer import make_optimizer, make_schedule
 
 
-def rates(updates, **changes):
+def rates(updates, updates_a_step=1, **changes):
     c = config.default()
     c.optim.update({"lr": 0.8, **changes})
-    return [float(make_schedule(c.optim)(i)) for i in updates]
+    return [float(make_schedule(c.optim, updates_a_step)(i)) for i in updates]
 
 
 def test_warm_up():
@@ -23,10 +23,15 @@ def test_decay():
     assert out == pytest.approx([0.4, 0.8, 0.8, 0.8, 0.4, 0, 0])
 
 
+def test_the_decay_is_counted_in_steps():
+    out = rates([0, 39, 40, 48, 56], updates_a_step=4, warmup=0, decay_start=10, decay_end=14)
+    assert out == pytest.approx([0.8, 0.8, 0.8, 0.4, 0])
+
+
 def test_adamw_by_hand():
     c = config.default()
     c.optim.update({"lr": 0.1, "warmup": 0, "weight_decay": 0.5, "clip_norm": 1.0})
-    optimizer = make_optimizer(c.optim)
+    optimizer = make_optimizer(c.optim, make_schedule(c.optim, 1))
     params = jnp.array([1.0, 2.0])
     # norm 5 is clipped to 1; the first step of Adam is the sign, whatever the size
     with jax.numpy_dtype_promotion("standard"):

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from fgrpo_jax import rewards, sharding, tokenizer, weights
+from fgrpo_jax.advantages import success_rate
 from fgrpo_jax.evaluate import make_evaluate
 from fgrpo_jax.metrics import rollout_metrics
 from fgrpo_jax.pass_at_k import pass_at_k
@@ -109,6 +110,19 @@ def test_what_leaves_the_loss(tiny, collect):
     assert np.flatnonzero(~out.any(1)).tolist() == [2 * N + 1]
 
 
+def test_dropped_samples_leave_their_group(tiny):
+    """Before the success rate and the choice of groups are taken of it."""
+    mesh = sharding.make_mesh(1, 1, 8)
+    says = lambda prompt, j: "1" if j <= prompt else "22222"
+    with rewards.Scorer("exact", 1, 1.0) as scorer:
+        dropping = make_collect(scripted(tiny, says), N, tiny, scorer, mesh, drop_truncated=True)
+        rollouts = gather(tiny, dropping, ["1", "9"])
+    assert rollouts.valid_PN.tolist() == [[True, False, False, False], [True, True, False, False]]
+    assert success_rate(jnp.asarray(rollouts.correct_PN), rollouts.valid_PN).tolist() == [1, 0]
+    batch = learner_batch(rollouts, np.zeros((2, N)), 1, 1, mesh, with_lengths=True)
+    assert (np.asarray(batch.length_BN).reshape(8, N)[0] == [2, 0, 0, 0]).all()
+
+
 def test_lengths_of_the_group_own_first(tiny, collect):
     rollouts = gather(tiny, collect, ["1", "1", "1", "1"])
     mesh = sharding.make_mesh(1, 1, 8)
@@ -128,6 +142,9 @@ def test_rewards_of_any_two_values(tiny, collect):
         mesh = sharding.make_mesh(1, 1, 8)
         other = make_collect(scripted(tiny, says), N, tiny, scorer, mesh, wrong=-1.0, right=2.0)
         rollouts = gather(tiny, other, ["1", "1"])
+        uneven = make_collect(scripted(tiny, says), N, tiny, scorer, mesh, wrong=-0.3, right=0.1)
+        exact = gather(tiny, uneven, ["1", "1"]).reward_PN
+    assert set(exact.reshape(-1)) == {np.float32(-0.3), np.float32(0.1)}
     assert rollouts.reward_PN.tolist() == [[2, -1, -1, -1], [2, 2, -1, -1]]
     assert rollouts.correct_PN.tolist() == [[1, 0, 0, 0], [1, 1, 0, 0]]
 

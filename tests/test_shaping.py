@@ -15,6 +15,7 @@ def test_overlong_penalty_by_hand():
     out = shaping.overlong_penalty(lengths, 20480, 4096)
     np.testing.assert_allclose(out, [0, 0, -0.5, -1])
     np.testing.assert_allclose(shaping.overlong_penalty(lengths, 20480, 4096, 2.0), 2 * out)
+    assert shaping.overlong_penalty(jnp.array(99999), 20480, 4096) == -1  # and no further
     assert shaping.overlong_penalty(lengths, 20480, 0).tolist() == [0, 0, 0, 0]
 
 
