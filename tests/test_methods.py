@@ -55,19 +55,31 @@ def plain(run):
     return run()
 
 
+REPORTED = {  # what a method adds to the record
+    "tis": "importance_weight",
+    "tis_sequence": "importance_weight",
+    "icepop": "importance_weight",
+    "masked_sequence": "importance_weight",
+    "kl_loss": "kl",
+    "disco": "kl",
+    "lambda_grpo": "lambda",
+}
+
+
 @pytest.mark.parametrize("name", METHODS)
 def test_each_method_runs_and_matters(run, plain, name):
     c, records, policy = run(name)
     assert [record["step"] for record in records] == [1, 2]
     assert all(np.isfinite(record["loss"] + record["grad_norm"]) for record in records)
     assert any(record["grad_norm"] > 0 for record in records)
+    assert REPORTED.get(name, "loss") in records[0] and "lambda" not in plain[1][0]
     losses = lambda records: [record["loss"] for record in records]
     assert policy != plain[2] or losses(records) != losses(plain[1])
 
 
 def test_methods_go_together(run):
     """Sequence ratios, drift weights, a KL penalty, PODS and an overlong penalty in one run."""
-    c, records, _ = run("gspo", "tis_sequence", "kl_loss", "pods", "overlong", "maxrl")
+    c, records, _ = run("gspo", "tis_sequence", "kl_loss", "pods", "overlong", "rloo")
     assert (c.algo.name, c.rollout.subset, c.algo.group_size) == ("gspo", 8, 32)
     for record in records:
         assert record["kl"] >= 0 and 0.99 < record["importance_weight"] < 1.01
