@@ -25,13 +25,16 @@ def default() -> Config:
     c.model.remat = "none"  # recomputed in the backward pass: none, or full (each whole layer)
 
     c.data = _section()
-    c.data.source = "arithmetic"  # arithmetic[:KINDS], or jsonl:PATH with "problem" and "answer"
-    c.data.eval_source = "arithmetic"  # the same forms; arithmetic's held-out problems
+    c.data.source = "arithmetic"  # as forms.SOURCES; several: 0.7*jsonl:PATH+0.3*parquet:PATH
+    c.data.eval_source = "arithmetic"  # the same forms, no weights; arithmetic's held-out problems
+    c.data.fields = ""  # problem=question,answer=target: the files' names of fields; empty: guessed
+    # The paper's: Please reason step by step, and put your final answer within \boxed{}.
     c.data.system = ""  # system message; empty: the chat template's own default
+    c.data.chat_template = ""  # empty: the model's own; plain: text and newline; or a jinja file
     c.data.template = "{problem}"  # the user message; {problem} stands for the problem's text
     c.data.max_prompt = 24  # tokens; longer prompts are dropped and counted
 
-    c.reward = "math"  # math: the last \boxed{}; number: the last number; exact: all of it
+    c.reward = "math"  # math gsm8k number multiple_choice exact reasoning_gym:TASK module:function
     c.score = _section()
     c.score.workers = 2  # processes that judge answers
     c.score.timeout = 5.0  # seconds of wall time an answer, after which it is wrong

@@ -26,12 +26,14 @@ def make_evaluate(
     """
 
     def evaluate(params: Any, key: jax.Array) -> Result:
-        correct, kinds = [], []
+        correct, kinds, unfinished = [], [], []
         share = distributed.share(batch)
         for part in prompts.batches_of(held_out, problems, batch, share):
-            rollouts = collect(params, part, key)
-            correct.append(rollouts.correct_PN.sum(axis=1))
+            unfinished.append(collect(params, part, key))
+            if len(unfinished) > 1:  # the judges work while the next batch is sampled
+                correct.append(unfinished.pop(0)().correct_PN.sum(axis=1))
             kinds += [problem.kind for problem in part.problems]
+        correct += [finish().correct_PN.sum(axis=1) for finish in unfinished]
         correct_P = np.concatenate(correct).astype(int)
         problems_of_all = distributed.total(float(len(correct_P)))
         result: Result = {

@@ -15,7 +15,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.progress import TimeRemainingColumn as TimeLeft
 
 from fgrpo_jax import distributed
-from fgrpo_jax.rewards import VERDICTS
+from fgrpo_jax.answers import VERDICTS
 from fgrpo_jax.structs import Rollouts
 
 

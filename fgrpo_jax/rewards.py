@@ -1,4 +1,4 @@
-"""Verdicts on answers, from worker processes that can be killed.
+"""Scores of responses, from worker processes that can be killed.
 
 `python -m fgrpo_jax.rewards` is a worker: it says "ready", then reads one JSON task a line and
 answers each with one line. A task that outlasts its limit is ended by the kernel (an interval
@@ -9,120 +9,67 @@ still lives. No jax here.
 import contextlib
 import dataclasses
 import json
+import math
 import os
 import queue
-import re
 import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from fractions import Fraction
+from types import SimpleNamespace
 from typing import Any
 
-VERDICTS = ("right", "wrong", "no answer", "timed out", "crashed")
-MAX_ANSWER = 400  # characters; a longer answer is wrong
+from fgrpo_jax import UserError, judge
+from fgrpo_jax.answers import MAX_ANSWER, Score
+
 MEMORY = 4 << 30  # bytes of address space a worker may take
-
-
-@dataclasses.dataclass(frozen=True)
-class Score:
-    """The verdict on one response."""
-
-    reward: float  # shaped: what the advantage is made of
-    correct: bool  # raw: what the focal weight and pass@k are made of
-    info: str  # one of VERDICTS
-
-
-def boxed_answer(response: str) -> str | None:
-    r"""The inside of the last \boxed{} after the end of any think block, or None.
-
-    None too where a think block or the last box never closes: an unfinished answer is no excuse
-    to look earlier.
-
-    >>> boxed_answer(r"\boxed{5} no, \boxed{\frac{1}{2}}")
-    '\\frac{1}{2}'
-    """
-    if "<think>" in response and "</think>" not in response:
-        return None
-    answer = response.rpartition("</think>")[2]
-    start = answer.rfind(r"\boxed{")
-    if start < 0:
-        return None
-    start += len(r"\boxed{")
-    depth = 1
-    for i in range(start, len(answer)):
-        depth += {"{": 1, "}": -1}.get(answer[i], 0)
-        if depth == 0:
-            return answer[start:i].strip() or None
-    return None
-
-
-def last_number(response: str) -> str | None:
-    """The last number of a response, thousands' commas removed, or None.
-
-    >>> last_number("4,000 - 5 is 3,995.")
-    '3995'
-    """
-    numbers = re.findall(r"-?(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)(?:\.[0-9]+)?", response)
-    return numbers[-1].replace(",", "") if numbers else None
-
-
-def quick_verdict(gold: str, answer: str) -> bool | None:
-    """Equal strings, and two plain numbers compared exactly; None where sympy must look."""
-    gold, answer = (text.strip().strip("$").strip() for text in (gold, answer))
-    if gold == answer:
-        return True
-    number = re.compile(r"[-+]?[0-9]{1,100}(\.[0-9]{1,100})?")
-    if number.fullmatch(gold) and number.fullmatch(answer):
-        return Fraction(gold) == Fraction(answer)
-    return None
-
-
-def math_verdict(gold: str, answer: str) -> bool:
-    """math-verify's verdict on two LaTeX answers; only to be called in a worker."""
-    from math_verify import LatexExtractionConfig, parse, verify
-
-    # Its own time limits are signals, which the worker's timer makes needless.
-    options: Any = {"parsing_timeout": None, "raise_on_error": False}
-    options["extraction_config"] = [LatexExtractionConfig(boxed_match_priority=0)]
-    golds, answers = (parse(rf"\boxed{{{text}}}", **options) for text in (gold, answer))
-    return bool(verify(golds, answers, timeout_seconds=None, raise_on_error=False))
+MAX_RESPONSE = 1 << 20  # characters of a response that a worker is sent
 
 
 def _work() -> None:
-    """The worker's loop: {"gold", "answer", "timeout"} in, {"correct"} out, a line each."""
+    """The worker's loop: a task in, {"reward", "correct", "info"} out, a line each."""
     import resource
 
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides
     signal.signal(signal.SIGALRM, signal.SIG_DFL)  # ends the process
     answers, sys.stdout = sys.stdout, open(os.devnull, "w")  # noqa: SIM115
-    math_verdict("1", "2")  # imports sympy before the first task's time runs
+    name = sys.argv[1]
+    score = judge.find(name)
+    if name in judge.ALGEBRA:
+        judge.parses(r"\frac{1}{2}")  # imports sympy before the first task's time runs
     print("ready", file=answers, flush=True)
     for line in sys.stdin:
         task = json.loads(line)
         signal.setitimer(signal.ITIMER_REAL, task["timeout"])
+        seconds = math.ceil(time.process_time() + task["timeout"]) + 1
+        resource.setrlimit(resource.RLIMIT_CPU, (seconds, resource.RLIM_INFINITY))
         try:
-            verdict = math_verdict(task["gold"], task["answer"])
-        except (Exception, RecursionError, MemoryError):
-            verdict = False
+            if "gold" in task:
+                out = {"parses": judge.parses(task["gold"])}
+            else:
+                problem = SimpleNamespace(**task["problem"])
+                out = dataclasses.asdict(score(problem, task["response"], task["finished"]))
+        except (Exception, RecursionError, MemoryError) as error:
+            out = {"error": f"{type(error).__name__}: {error}"}
         signal.setitimer(signal.ITIMER_REAL, 0)
-        print(json.dumps({"correct": verdict}), file=answers, flush=True)
+        print(json.dumps(out), file=answers, flush=True)
 
 
 class _Worker:
     """One worker process, started anew after each death."""
 
-    def __init__(self, timeout: float):
-        self.timeout = timeout
+    def __init__(self, reward: str):
+        self.reward = reward
         self.start()
 
     def start(self) -> None:
         self.ready = False
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "fgrpo_jax.rewards"],
+            [sys.executable, "-m", "fgrpo_jax.rewards", self.reward],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
@@ -130,28 +77,30 @@ class _Worker:
             env={**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
         )
 
-    def judge(self, gold: str, answer: str) -> tuple[bool, str]:
+    def ask(self, task: dict[str, Any]) -> dict[str, Any]:
+        """The answer; {"info": "timed out" or "crashed"} where the process did not live to give
+        one."""
         stdin, stdout = self.process.stdin, self.process.stdout
         assert stdin and stdout
         if not self.ready and stdout.readline() != "ready\n":
             raise RuntimeError(
-                "a reward worker cannot start; `python -m fgrpo_jax.rewards` shows why"
+                "a reward worker cannot start; "
+                f"`python -m fgrpo_jax.rewards {self.reward}` shows why"
             )
         self.ready = True
         try:
-            task = {"gold": gold, "answer": answer, "timeout": self.timeout}
             stdin.write(json.dumps(task) + "\n")
             stdin.flush()
             line = stdout.readline()
         except BrokenPipeError:
             line = ""
         if line:
-            correct = json.loads(line)["correct"]
-            return correct, "right" if correct else "wrong"
+            return json.loads(line)
         status = self.process.wait()
         self.close()
         self.start()
-        return False, "timed out" if status == -signal.SIGALRM else "crashed"
+        late = (-signal.SIGALRM, -signal.SIGXCPU)
+        return {"info": "timed out" if status in late else "crashed"}
 
     def close(self) -> None:
         self.process.kill()
@@ -166,58 +115,95 @@ class Scorer:
     """Scores responses in order, from any thread; a context manager that leaves no process.
 
     Args:
-        reward: "math", the last \\boxed{} by math-verify; "number", the last number; "exact", the
-            whole response.
+        reward: a name of judge.find's.
         workers: processes.
-        timeout: seconds an answer; past it the answer is wrong and its process is replaced.
+        timeout: seconds an answer, of wall time and of CPU; past it the answer is wrong and its
+            process is replaced.
     """
 
     def __init__(self, reward: str, workers: int, timeout: float):
-        self._extract: Callable[[str], str | None] = {
-            "math": boxed_answer,
-            "number": last_number,
-            "exact": lambda response: response.strip() or None,
-        }[reward]
-        self._sympy = reward == "math"
+        _check(reward)
+        self.reward, self.timeout = reward, timeout
         self._idle: queue.SimpleQueue[_Worker] = queue.SimpleQueue()
-        self._workers = [_Worker(timeout) for _ in range(workers if self._sympy else 0)]
+        only_text = reward in judge.EXTRACT and reward not in judge.ALGEBRA
+        self._workers = [_Worker(reward) for _ in range(0 if only_text else workers)]
         for worker in self._workers:
             self._idle.put(worker)
         self._threads = ThreadPoolExecutor(workers, thread_name_prefix="rewards")
-        self._known: dict[tuple[str, str], tuple[bool, str]] = {}
+        self._known: dict[tuple[str, str], Score] = {}
         self._lock = threading.Lock()
+        self._told = False
 
-    def score(self, golds: Sequence[str], responses: Sequence[str]) -> list[Score]:
-        """One Score a response, in order; 1 for right and 0 for wrong."""
-        answers = [self._extract(response) for response in responses]
-        if self._extract is last_number:
-            golds = [last_number(gold) or gold for gold in golds]
-        verdicts = self._threads.map(self._judge, golds, answers)
-        return [Score(float(correct), correct, info) for correct, info in verdicts]
+    def start(
+        self, problems: Sequence[Any], responses: Sequence[str], finished: Iterable[Any]
+    ) -> Iterator[Score]:
+        """Begins to score, and returns at once: one Score a response, in order, whatever happens
+        to its worker.
 
-    def _judge(self, gold: str, answer: str | None) -> tuple[bool, str]:
-        if answer is None:
-            return False, "no answer"
-        if len(answer) > MAX_ANSWER:
-            return False, "wrong"
-        quick = quick_verdict(gold, answer)
-        if quick is None and not self._sympy:
-            quick = False
+        Args:
+            problems: of each response, as structs.Problem.
+            finished: whether each response ended by itself, as booleans.
+        """
+        return self._threads.map(self._score, problems, responses, map(bool, finished))
+
+    def score(
+        self, problems: Sequence[Any], responses: Sequence[str], finished: Iterable[Any]
+    ) -> list[Score]:
+        """What start begins, awaited."""
+        return list(self.start(problems, responses, finished))
+
+    def check_golds(self, golds: Sequence[str]) -> list[bool]:
+        """Whether each gold can be judged: for the algebraic rewards, math-verify reads it and
+        finds it equal to itself; for the others, it is not empty."""
+        return list(self._threads.map(self._check_gold, golds))
+
+    def _check_gold(self, gold: str) -> bool:
+        gold = judge.gold_of(self.reward, gold)
+        if not gold.strip() or len(gold) > MAX_ANSWER or self.reward not in judge.ALGEBRA:
+            return bool(gold.strip()) and len(gold) <= MAX_ANSWER
+        return judge.plain(gold) or bool(self._ask({"gold": gold}).get("parses"))
+
+    def _score(self, problem: Any, response: str, finished: bool) -> Score:
+        quick = judge.quick_score(self.reward, problem, response, finished)
         if quick is not None:
-            return quick, "right" if quick else "wrong"
-        verdict = self._known.get((gold, answer))
-        if verdict is None:
-            worker = self._idle.get()
-            try:
-                verdict = worker.judge(gold, answer)
-            finally:
-                self._idle.put(worker)
-            if verdict[1] in ("right", "wrong"):  # a time-out may be a busy moment's
-                with self._lock:
-                    if len(self._known) > 100_000:
-                        self._known.clear()
-                    self._known[gold, answer] = verdict
-        return verdict
+            return quick
+        extract = judge.EXTRACT.get(self.reward)
+        key = (problem.answer, (extract(response) or "") if extract else "")
+        if extract and key in self._known:
+            return self._known[key]
+        out = self._ask(
+            {
+                "problem": dataclasses.asdict(problem),
+                "response": response[-MAX_RESPONSE:],
+                "finished": finished,
+            }
+        )
+        if "error" in out:
+            self._tell(out["error"])
+        score = Score(
+            float(out.get("reward", 0.0)),
+            bool(out.get("correct", False)),
+            out.get("info", "unparsable" if extract else "crashed"),
+        )
+        if extract and score.info in ("right", "wrong"):  # a time-out may be a busy moment's
+            with self._lock:
+                if len(self._known) > 100_000:
+                    self._known.clear()
+                self._known[key] = score
+        return score
+
+    def _ask(self, task: dict[str, Any]) -> dict[str, Any]:
+        worker = self._idle.get()
+        try:
+            return worker.ask(task | {"timeout": self.timeout})
+        finally:
+            self._idle.put(worker)
+
+    def _tell(self, error: str) -> None:
+        """A user's reward that fails must not look like a policy that does."""
+        if not self._told and self.reward not in judge.EXTRACT:
+            self._told = True
+            print(f"warning: reward {self.reward} failed: {error}", file=sys.stderr)
 
     def close(self) -> None:
         self._threads.shutdown(cancel_futures=True)
@@ -229,6 +215,22 @@ class Scorer:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _check(reward: str) -> None:
+    """UserError where a reward of that name cannot be had."""
+    if reward in judge.EXTRACT:
+        return
+    try:
+        judge.find(reward)
+    except Exception as error:
+        hint = (
+            "install the extra: pip install 'fgrpo_jax[tasks]'"
+            if isinstance(error, ModuleNotFoundError) and reward.startswith("reasoning_gym:")
+            else f"it must be one of {', '.join(judge.EXTRACT)}, reasoning_gym:TASK or "
+            "module:function, importable from here"
+        )
+        raise UserError(f"reward is {reward!r} and cannot be found ({error}): {hint}") from error
 
 
 if __name__ == "__main__":

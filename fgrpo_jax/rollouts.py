@@ -9,11 +9,12 @@ import numpy as np
 from jax.sharding import Mesh
 
 from fgrpo_jax import distributed, sharding
+from fgrpo_jax.answers import Score
 from fgrpo_jax.rewards import Scorer
 from fgrpo_jax.structs import LearnerBatch, Prompts, Rollouts, Samples
 from fgrpo_jax.tokenizer import Tokenizer
 
-Collect = Callable[[Any, Prompts, jax.Array], Rollouts]
+Collect = Callable[[Any, Prompts, jax.Array], Callable[[], Rollouts]]
 
 
 def make_collect(
@@ -26,7 +27,10 @@ def make_collect(
     right: float = 1.0,
     drop_truncated: bool = False,
 ) -> Collect:
-    """collect(params, prompts, key) -> Rollouts; params in the `decode` layout.
+    """collect(params, prompts, key) -> finish, finish() -> Rollouts; params in the `decode` layout.
+
+    The samples are there when collect returns, and their scores when finish does: what is sampled
+    in between does not wait for the judges.
 
     A score of 0 is rewarded by `wrong`, one of 1 by `right`. Each row's key derives from `key`,
     the prompt's position and the sample's number, so that a row is the same in any batch and on
@@ -40,7 +44,7 @@ def make_collect(
         keys = jax.vmap(jax.vmap(jax.random.fold_in, (None, 0)), (0, None))
         return keys(prompt_keys, jnp.arange(samples)).reshape(-1)
 
-    def collect(params: Any, prompts: Prompts, key: jax.Array) -> Rollouts:
+    def collect(params: Any, prompts: Prompts, key: jax.Array) -> Callable[[], Rollouts]:
         position_P = distributed.to_global(prompts.position_P, rows)
         out = sample(
             params,
@@ -54,8 +58,14 @@ def make_collect(
             tokenizer.decode(tokens[mask].tolist())
             for tokens, mask in zip(out.tokens_BT[:real], out.mask_BT[:real], strict=True)
         )
-        golds = [problem.answer for problem in prompts.problems for _ in range(samples)]
-        scores = scorer.score(golds, responses)
+        problems = [problem for problem in prompts.problems for _ in range(samples)]
+        started = scorer.start(problems, responses, out.finished_B[:real])
+        return lambda: scored(prompts, out, responses, list(started))
+
+    def scored(
+        prompts: Prompts, out: Samples, responses: tuple[str, ...], scores: list[Score]
+    ) -> Rollouts:
+        real = len(responses)
         reward_B = np.array([s.reward for s in scores], np.float32)
         reward_B = np.where(reward_B == 1, right, wrong + (right - wrong) * reward_B)
         correct_B = np.array([s.correct for s in scores], np.float32)

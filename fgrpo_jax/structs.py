@@ -18,6 +18,7 @@ class Problem:
     answer: str  # the gold answer
     kind: str = ""  # a label for metrics, as "2+3" or the source's name
     worked: str = ""  # a full solution, for supervised training
+    data: Any = None  # what the reward needs beside the answer
 
 
 @dataclasses.dataclass(frozen=True)

@@ -7,7 +7,12 @@ import pathlib
 from collections.abc import Sequence
 from typing import Any
 
+import jinja2
+
 from fgrpo_jax import UserError
+
+# A chat template for base models: each message's text and a newline.
+PLAIN = "{% for message in messages %}{{ message['content'] + '\\n' }}{% endfor %}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -17,14 +22,52 @@ class Tokenizer:
     backend: Any  # transformers' fast tokenizer
     stop_ids: tuple[int, ...]  # of tokenizer, config and generation_config together
     size: int  # ids known, 0 to size - 1; a model's vocabulary may have more rows
+    chat_template: str | None = None  # jinja; None: the folder's own
+
+    def with_chat_template(self, name: str) -> "Tokenizer":
+        """The tokenizer whose chat template is data.chat_template's; UserError if it has none.
+
+        Encoding adds nothing, so the template has to write the token that begins a text. The plain
+        one does where the tokenizer itself would have: Llama's does, Qwen's does not.
+        """
+        if not name:
+            if not (self.chat_template or self.backend.chat_template):
+                raise UserError(
+                    f"the tokenizer in {self.backend.name_or_path} has no chat template: for a "
+                    "base model set data.chat_template=plain, else take the Instruct model's "
+                    "tokenizer files"
+                )
+            return self
+        if name == "plain":
+            bos = self.backend.bos_token_id
+            begins = bos is not None and self.backend("a")["input_ids"][:1] == [bos]
+            return dataclasses.replace(
+                self, chat_template="{{ bos_token }}" + PLAIN if begins else PLAIN
+            )
+        try:
+            template = pathlib.Path(name).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise UserError(
+                f"data.chat_template is {name!r}: it must be plain, or a jinja file that can be "
+                f"read ({error})"
+            ) from error
+        return dataclasses.replace(self, chat_template=template)
 
     def render(self, text: str, system: str = "") -> str:
         """The chat prompt of one user message, up to where the assistant begins."""
         messages = [{"role": "system", "content": system}] if system else []
         messages.append({"role": "user", "content": text})
-        return self.backend.apply_chat_template(
-            messages, tokenize=False, add_generation_prompt=True
-        )
+        try:
+            return self.backend.apply_chat_template(
+                messages,
+                chat_template=self.chat_template,
+                tokenize=False,
+                add_generation_prompt=True,
+            )
+        except jinja2.TemplateError as error:
+            raise UserError(
+                f"the chat template cannot be rendered, see data.chat_template: {error}"
+            ) from error
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
         """Ids of rendered texts: nothing is added, since the template has written all."""
@@ -41,7 +84,7 @@ class Tokenizer:
 
 
 def load(folder: pathlib.Path) -> Tokenizer:
-    """The tokenizer of a folder; UserError where it is missing or has no chat template."""
+    """The tokenizer of a folder; UserError where it is missing."""
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # that torch is missing
     from transformers import PreTrainedTokenizerFast  # seconds to import
 
@@ -53,11 +96,6 @@ def load(folder: pathlib.Path) -> Tokenizer:
         backend = PreTrainedTokenizerFast.from_pretrained(folder)
     except Exception as error:
         raise UserError(f"the tokenizer in {folder} cannot be read: {error}") from error
-    if not backend.chat_template:
-        raise UserError(
-            f"the tokenizer in {folder} has no chat template: add chat_template to its "
-            "tokenizer_config.json, or take the Instruct model's tokenizer files"
-        )
     return Tokenizer(backend, _stop_ids(folder, backend.eos_token_id), len(backend))
 
 

@@ -151,8 +151,11 @@ def build(
     weights.check(folder, policy)
     reference_folder = weights.resolve(c.kl.reference or c.model.path)
     weights.check(reference_folder, policy)
-    train_set = prompts.load(c, c.data.source, "train", tokenizer)
-    held_out = prompts.load(c, c.data.eval_source, "test", tokenizer)
+    scorer = stack.enter_context(rewards.Scorer(c.reward, c.score.workers, c.score.timeout))
+    train_set, held_out = (
+        prompts.load(c, source, split, tokenizer, scorer.check_golds)
+        for source, split in ((c.data.source, "train"), (c.data.eval_source, "test"))
+    )
     largest = max(max(ids) for ids in (tokenizer.stop_ids, *train_set.tokens, *held_out.tokens))
     if largest >= shape.vocab:
         raise UserError(
@@ -164,13 +167,13 @@ def build(
     abstract = abstract_state(policy, optimizer, mesh)
     console.print(
         f"{c.model.path}: {shape.layers} layers of width {shape.width}; "
-        f"{len(train_set.problems):,} prompts, {train_set.dropped:,} more dropped as too long; "
         f"mesh {dict(mesh.shape)}; workdir {workdir}",
         highlight=False,
     )
+    for name, loaded in (("data.source", train_set), ("data.eval_source", held_out)):
+        console.print(f"{name}: {prompts.summary(loaded)}", highlight=False)
 
     stack.enter_context(jax.set_mesh(mesh))
-    scorer = stack.enter_context(rewards.Scorer(c.reward, c.score.workers, c.score.timeout))
     checkpoints = stack.enter_context(Checkpoints(workdir / "checkpoints", c.checkpoint.keep))
 
     def collector(samples: int, temperature: float, training: bool) -> Collect:
@@ -188,6 +191,7 @@ def build(
             drop_truncated=training and c.algo.truncated == "drop",
         )
 
+    collect = collector(c.algo.group_size, c.rollout.temperature, training=True)
     size, share = c.rollout.prompts, distributed.share(c.rollout.prompts)
     evaluate = make_evaluate(
         collector(c.eval.samples, c.eval.temperature, training=False),
@@ -223,7 +227,7 @@ def build(
     return Parts(
         decode_params=weights.make_decode_params(policy, mesh),
         draw=make_draw(
-            collector(c.algo.group_size, c.rollout.temperature, training=True),
+            lambda *arguments: collect(*arguments)(),
             lambda position: prompts.batch_at(train_set, position, size, c.seed, share),
             c.rollout.attempts,
             c.rollout.dynamic,

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 from ml_collections import ConfigDict
 
-from fgrpo_jax import UserError
+from fgrpo_jax import UserError, forms
 
 Config = Any  # a locked ConfigDict whose attributes are the keys of config.default()
 
@@ -40,7 +40,6 @@ ADVANTAGES = (
 CHOICES = {
     "model.dtype": "auto float32 bfloat16".split(),
     "model.remat": "none full".split(),
-    "reward": "math number exact".split(),
     "algo.name": list(ALGORITHMS),
     "algo.aggregator": AGGREGATORS,
     "algo.advantage": ADVANTAGES,
@@ -114,17 +113,25 @@ def validate(c: Config) -> Config:
     return c
 
 
+REWARDS = "math gsm8k number multiple_choice exact".split()
+
+
 def _check_data(c: Config) -> None:
+    need(
+        c.reward in REWARDS or all(c.reward.partition(":")),
+        f"reward is {c.reward!r}: it must be one of {', '.join(REWARDS)}, reasoning_gym:TASK or "
+        "module:function",
+    )
     need(
         "{problem}" in c.data.template,
         f"data.template is {c.data.template!r}: it must hold {{problem}}",
     )
-    for key in ("source", "eval_source"):
-        kind, _, rest = c.data[key].partition(":")
-        need(
-            kind == "arithmetic" or (kind == "jsonl" and bool(rest)),
-            f"data.{key} is {c.data[key]!r}: it must be arithmetic[:KINDS] or jsonl:PATH",
-        )
+    forms.parts(c.data.source, "data.source")
+    forms.mapping(c.data.fields)
+    need(
+        all(part.weight is None for part in forms.parts(c.data.eval_source, "data.eval_source")),
+        f"data.eval_source is {c.data.eval_source!r}: it takes no weights, every problem counts",
+    )
     need(
         c.score.wrong < c.score.right,
         f"score.wrong is {c.score.wrong}: it must be below score.right, {c.score.right}",

@@ -299,8 +299,8 @@ def test_focal_weight_is_exact_at_the_ends():
 
 
 def test_rewards_that_were_computed_are_exact_at_the_ends_too():
-    """wrong + (right - wrong) * score misses `right` by an ulp for one pair in ten."""
-    tenths = np.arange(-20, 20) / 10
+    """wrong + (right - wrong) * score misses `right` by an ulp for one pair in five."""
+    tenths = np.arange(-20, 20, 3) / 10
     for wrong, right in itertools.combinations(tenths, 2):
         score = np.array([[0.0] * 6, [1.0] * 6], np.float32)
         rewards = np.float32(wrong) + np.float32(right - wrong) * score

@@ -3,7 +3,7 @@ import re
 import pytest
 
 from fgrpo_jax import UserError, arithmetic
-from fgrpo_jax.rewards import boxed_answer
+from fgrpo_jax.answers import boxed_answer
 
 
 def test_worked_solutions_are_true():

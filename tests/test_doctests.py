@@ -3,7 +3,7 @@ import importlib
 
 import pytest
 
-MODULES = "advantages losses kl aggregators shaping pass_at_k rewards".split()
+MODULES = "advantages losses kl aggregators shaping pass_at_k answers forms".split()
 
 
 @pytest.mark.parametrize("name", MODULES)

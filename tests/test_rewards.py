@@ -8,7 +8,9 @@ import time
 
 import pytest
 
-from fgrpo_jax.rewards import Scorer, boxed_answer, last_number, quick_verdict
+from fgrpo_jax import UserError
+from fgrpo_jax.rewards import Scorer
+from fgrpo_jax.structs import Problem
 
 
 @pytest.fixture(scope="module")
@@ -17,51 +19,13 @@ def scorer():
         yield scorer
 
 
-@pytest.mark.parametrize(
-    "response, answer",
-    [
-        (r"so \boxed{42}.", "42"),
-        (r"\boxed{5} is wrong; \boxed{7}", "7"),
-        (r"\boxed{\frac{1}{2}}", r"\frac{1}{2}"),
-        (r"\boxed{\{1,2\}}", r"\{1,2\}"),
-        (r"\boxed{5} and then \boxed{7", None),
-        (r"\boxed{5} and then \boxed{}", None),
-        ("42", None),
-        ("", None),
-        (r"<think>\boxed{5}", None),
-        (r"<think>\boxed{5}</think> \boxed{6}", "6"),
-        (r"<think>\boxed{5}</think> none", None),
-        (r"prompt opened it \boxed{5}</think>\boxed{8}", "8"),
-    ],
-)
-def test_boxed_answer(response, answer):
-    assert boxed_answer(response) == answer
-
-
-@pytest.mark.parametrize(
-    "gold, answer, verdict",
-    [
-        ("3", "3", True),
-        ("3", " 3 ", True),
-        ("3", "4", False),
-        ("-3", "3", False),
-        ("18", "18.00", True),
-        ("16", "016", True),
-        ("0.0000001", "0.0000002", False),
-        ("1/2", r"\frac{1}{2}", None),
-        ("x", "y", None),
-        ("56", "5 6", None),
-        ("11/2", "1 1/2", None),
-        ("23", "２３", None),
-        ("$5$", " 5 ", True),
-    ],
-)
-def test_quick_verdict(gold, answer, verdict):
-    assert quick_verdict(gold, answer) is verdict
+def score(scorer, golds, responses):
+    problems = [Problem("", gold) for gold in golds]
+    return scorer.score(problems, responses, [True] * len(golds))
 
 
 def infos(scorer, golds, answers):
-    return [s.info for s in scorer.score(golds, [rf"\boxed{{{a}}}" for a in answers])]
+    return [s.info for s in score(scorer, golds, [rf"\boxed{{{a}}}" for a in answers])]
 
 
 def test_sympy_judges(scorer):
@@ -74,7 +38,7 @@ def test_scores_are_in_order_whatever_happens(scorer):
     responses = [rf"\boxed{{{i % 3}}}" for i in range(60)]
     responses[7] = r"\boxed{9^{9^{9^{9}}}}"
     responses[8] = "no box"
-    scores = scorer.score(["1"] * 60, responses)
+    scores = score(scorer, ["1"] * 60, responses)
     assert [s.correct for s in scores] == [i % 3 == 1 and i not in (7, 8) for i in range(60)]
     assert scores[7].info == "timed out" and scores[8].info == "no answer"
     assert all(s.reward == float(s.correct) for s in scores)
@@ -114,32 +78,15 @@ def test_long_answers_are_wrong(scorer):
     assert infos(scorer, ["1"], ["1+" * 300 + "1"]) == ["wrong"]
 
 
-@pytest.mark.parametrize(
-    "response, answer",
-    [
-        ("6 + 7 = 13", "13"),
-        ("13.", "13"),
-        ("it is -3, no: -4", "-4"),
-        ("about 1,234.50 dollars", "1234.50"),
-        ("none", None),
-        ("4,5", "5"),
-        ("12,345,678", "12345678"),
-        ("", None),
-    ],
-)
-def test_last_number(response, answer):
-    assert last_number(response) == answer
-
-
 def test_number_takes_commas_in_the_gold_too():
     with Scorer("number", workers=1, timeout=1.0) as scorer:
-        scores = scorer.score(["1,234"] * 3, ["1234", "it is 1,234.0!", "123"])
+        scores = score(scorer, ["1,234"] * 3, ["1234", "it is 1,234.0!", "123"])
     assert [s.correct for s in scores] == [True, True, False]
 
 
 def test_exact():
     with Scorer("exact", workers=1, timeout=1.0) as scorer:
-        scores = scorer.score(["7"] * 5, ["7", " 7\n", "7.0", "7 apples", ""])
+        scores = score(scorer, ["7"] * 5, ["7", " 7\n", "7.0", "7 apples", ""])
     assert [s.correct for s in scores] == [True, True, True, False, False]
 
 
@@ -153,10 +100,11 @@ def test_no_process_is_left():
 ORPHAN = r"""
 import sys, threading
 from fgrpo_jax import rewards
+from fgrpo_jax.structs import Problem
 scorer = rewards.Scorer("math", 1, 3.0)
-scorer.score([r"\sqrt{4}"], [r"\boxed{\frac{4}{2}}"])
+scorer.score([Problem("", r"\sqrt{4}")], [r"\boxed{\frac{4}{2}}"], [True])
 print(scorer._workers[0].process.pid, flush=True)
-scorer.score(["7"], [r"\boxed{9^{9^{9^{9}}}}"])
+scorer.score([Problem("", "7")], [r"\boxed{9^{9^{9^{9}}}}"], [True])
 """
 
 
@@ -193,3 +141,121 @@ def test_workers_load_no_jax():
     code = "import sys, fgrpo_jax.rewards; print('jax' in sys.modules, 'numpy' in sys.modules)"
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert out.stdout.split()[0] == "False"
+
+
+def test_gsm8k():
+    golds = ["She has 6*7=42.\n#### 42"] * 4 + ["1,234"]
+    responses = ["#### 42", r"\boxed{\frac{84}{2}}", "The answer is 41.", "42", "#### 1234"]
+    with Scorer("gsm8k", workers=1, timeout=2.0) as scorer:
+        out = score(scorer, golds, responses)
+    assert [s.info for s in out] == ["right", "right", "wrong", "no answer", "right"]
+
+
+def test_multiple_choice():
+    with Scorer("multiple_choice", workers=1, timeout=1.0) as scorer:
+        out = score(scorer, ["C", "(C)", "C", "C"], [r"\boxed{c}", "The answer is (C)", "D", "-"])
+    assert [s.info for s in out] == ["right", "right", "wrong", "no answer"]
+
+
+OWN = """
+import os, time
+from fgrpo_jax.answers import Score
+
+def half(problem, response, finished):
+    if response == "hang":
+        time.sleep(60)
+    if response == "die":
+        os._exit(1)
+    if response == "raise":
+        raise ValueError("no such word")
+    share = (problem.answer in response) / 2 + finished / 2
+    return Score(share, share == 1, "right" if share == 1 else "wrong")
+"""
+
+
+def test_a_user_s_own_reward(tmp_path, monkeypatch, capsys):
+    (tmp_path / "own_reward.py").write_text(OWN)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    with Scorer("own_reward:half", workers=1, timeout=1.0) as scorer:
+        problems = [Problem("", "yes")] * 6
+        responses = ["oh yes", "hang", "no", "die", "raise", "yes"]
+        out = scorer.score(problems, responses, [True, True, True, True, True, False])
+    assert [s.reward for s in out] == [1, 0, 0.5, 0, 0, 0.5]
+    assert [s.correct for s in out] == [True, False, False, False, False, False]
+    assert [s.info for s in out] == ["right", "timed out", "wrong", "crashed", "crashed", "wrong"]
+    assert (
+        "warning: reward own_reward:half failed: ValueError: no such word"
+        in capsys.readouterr().err
+    )
+
+
+@pytest.mark.parametrize(
+    "reward, message",
+    [
+        ("mathh", "reward is 'mathh' and cannot be found"),
+        ("no_such_module:f", "must be one of math, gsm8k, number, multiple_choice, exact, reason"),
+        ("os:no_such_function", "cannot be found"),
+        ("os:sep", "cannot be found (os:sep is no function)"),
+    ],
+)
+def test_unknown_rewards_get_one_sentence(reward, message):
+    with pytest.raises(UserError) as error:
+        Scorer(reward, 1, 1.0)
+    assert message in str(error.value) and "\n" not in str(error.value)
+
+
+def test_reasoning_gym():
+    pytest.importorskip("reasoning_gym")
+    import reasoning_gym
+
+    entry = reasoning_gym.create_dataset("leg_counting", size=1, seed=1)[0]
+    problem = Problem(entry["question"], entry["answer"], data=entry)
+    with Scorer("reasoning_gym:leg_counting", workers=1, timeout=5.0) as scorer:
+        right = rf"\boxed{{{entry['answer']}}}"
+        out = scorer.score([problem] * 3, [right, r"\boxed{-1}", "?"], [True] * 3)
+    assert [s.info for s in out] == ["right", "wrong", "no answer"]
+
+
+def test_reasoning_gym_that_is_not_there(monkeypatch):
+    monkeypatch.setitem(sys.modules, "reasoning_gym", None)
+    with pytest.raises(UserError, match="install the extra"):
+        Scorer("reasoning_gym:leg_counting", 1, 1.0)
+
+
+def test_golds(scorer):
+    golds = [
+        "4",
+        r"\frac{1}{2}",
+        r"\text{Evelyn}",
+        "[2,5)",
+        "",
+        "  ",
+        "1+" * 300 + "1",
+        r"\frac{1",
+        "}{",
+        r"\{1,2\}",
+    ]
+    assert scorer.check_golds(golds) == [*[True] * 4, *[False] * 5, True]
+    with Scorer("exact", 1, 1.0) as exact:
+        assert exact.check_golds(["x", ""]) == [True, False]
+
+
+def test_unparsable_answers_are_told_apart(scorer):
+    assert infos(scorer, [r"\sqrt{2}"], [r"\frac{"]) in (["no answer"], ["unparsable"], ["wrong"])
+
+
+def test_throughput(scorer):
+    """At least 500 easy and 20 algebraic verdicts a CPU-second; far from the limits when alone."""
+    easy = [f"{i}/7" for i in range(2000)]
+    began = time.process_time()
+    assert infos(scorer, easy, easy) == ["right"] * 2000
+    assert 2000 / (time.process_time() - began) > 500
+    infos(scorer, [r"\sqrt{2}"] * 2, [r"\sqrt{3}"] * 2)  # both are up
+    golds = [rf"\sqrt{{{i}}}+x^{i}" for i in range(2, 82)]
+    answers = [rf"x^{i} + \sqrt{{{i}}}" for i in range(2, 82)]
+    began = time.monotonic()
+    assert infos(scorer, golds, answers) == ["right"] * 80
+    rate = 80 / (time.monotonic() - began)
+    print(f"{rate:.0f} algebraic verdicts a second by two workers")
+    assert rate > 10  # two workers on a machine that may be busy

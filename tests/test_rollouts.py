@@ -7,6 +7,7 @@ import pytest
 
 from fgrpo_jax import rewards, sharding, tokenizer, weights
 from fgrpo_jax.advantages import success_rate
+from fgrpo_jax.answers import Score
 from fgrpo_jax.evaluate import make_evaluate
 from fgrpo_jax.metrics import rollout_metrics
 from fgrpo_jax.pass_at_k import pass_at_k
@@ -24,7 +25,8 @@ def tiny():
 
 def prompt_set(tiny, answers):
     problems = tuple(Problem(str(i), a, f"kind{i % 2}") for i, a in enumerate(answers))
-    return PromptSet(problems, tuple([i + 1] * (i + 1) for i in range(len(answers))), C, 0)
+    tokens = tuple(np.full(i + 1, i + 1, np.int32) for i in range(len(answers)))
+    return PromptSet(problems, tokens, C, {})
 
 
 def scripted(tiny, says):
@@ -57,7 +59,7 @@ def collect(tiny):
 def gather(tiny, collect, answers):
     loaded = prompt_set(tiny, answers)
     everything = np.arange(len(answers))
-    return collect(None, loaded.batch(everything, everything), jax.random.key(0))
+    return collect(None, loaded.batch(everything, everything), jax.random.key(0))()
 
 
 def test_scores_belong_to_their_rows(tiny, collect):
@@ -177,3 +179,28 @@ def test_keys_follow_the_prompt_and_the_sample(tiny):
     np.testing.assert_array_equal(whole[8:], pair)
     np.testing.assert_array_equal(whole[12:], single)
     assert len({tuple(key) for key in whole}) == 16
+
+
+def test_judges_work_while_the_next_batch_is_sampled(tiny):
+    """In an evaluation a batch's scores are awaited after the next one is sampled."""
+    events = []
+
+    class Judge(rewards.Scorer):
+        def __init__(self):
+            pass
+
+        def start(self, problems, responses, finished):
+            number = len([event for event in events if event.startswith("began")])
+            events.append(f"began {number}")
+
+            def scores():
+                events.append(f"awaited {number}")
+                yield from [Score(1.0, True, "right")] * len(responses)
+
+            return scores()
+
+    mesh = sharding.make_mesh(1, 1, 8)
+    collect = make_collect(scripted(tiny, lambda p, j: "1"), N, tiny, Judge(), mesh)
+    held_out = prompt_set(tiny, ["1"] * 6)
+    assert make_evaluate(collect, held_out, 6, 2, N)(None, jax.random.key(0))["pass@1"] == 1
+    assert events == ["began 0", "began 1", "awaited 0", "began 2", "awaited 1", "awaited 2"]

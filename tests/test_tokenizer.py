@@ -51,9 +51,64 @@ def test_stop_ids_are_united(tmp_path):
     assert tokenizer.load(out).stop_ids == tuple(sorted({3, 4, 5, *tokenizer.load(TINY).stop_ids}))
 
 
-def test_no_chat_template(tmp_path):
-    with pytest.raises(UserError, match="has no chat template: add chat_template"):
-        tokenizer.load(folder(tmp_path, tokenizer_config={"chat_template": None}))
+def test_a_model_without_a_chat_template_names_the_key(tmp_path):
+    base = tokenizer.load(folder(tmp_path, tokenizer_config={"chat_template": None}))
+    with pytest.raises(UserError, match="no chat template: .*set data.chat_template=plain"):
+        base.with_chat_template("")
+    plain = base.with_chat_template("plain")
+    assert plain.render("1+2") == "1+2\n" and plain.render("1", "be brief") == "be brief\n1\n"
+    assert plain.encode(["1\n"]) == base.encode(["1\n"])
+
+
+def test_a_chat_template_from_a_file(tmp_path, tiny):
+    path = tmp_path / "t.jinja"
+    path.write_text("{% for m in messages %}<{{ m['content'] }}>{% endfor %}")
+    assert tiny.with_chat_template(str(path)).render("ä", "S") == "<S><ä>"
+    assert tiny.with_chat_template("") == tiny
+    path.write_text("{% for m in")
+    with pytest.raises(UserError, match="chat template cannot be rendered, see data.chat_template"):
+        tiny.with_chat_template(str(path)).render("1")
+    with pytest.raises(UserError, match="data.chat_template is 'planar': it must be plain, or a"):
+        tiny.with_chat_template("planar")
+
+
+LLAMA = (  # as Llama's, the template begins with the token that the tokenizer adds too
+    "{{ bos_token }}{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}<|eot|>{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+
+
+def llama(path, template):
+    """A tokenizer that puts <|begin|> in front of whatever it encodes, as Llama's does."""
+    from tokenizers import Tokenizer as Backend
+    from tokenizers import decoders, models, pre_tokenizers, processors
+
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    special = "<|begin|> <|eot|> <|user|> <|system|> <|assistant|>".split()
+    backend = Backend(models.BPE({letter: i for i, letter in enumerate(letters)}, []))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens(special)
+    backend.post_processor = processors.TemplateProcessing(
+        single="<|begin|> $A", special_tokens=[("<|begin|>", backend.token_to_id("<|begin|>"))]
+    )
+    backend.save(str(path / "tokenizer.json"))
+    settings = {"bos_token": "<|begin|>", "eos_token": "<|eot|>", "chat_template": template}
+    (path / "tokenizer_config.json").write_text(json.dumps(settings))
+    return tokenizer.load(path)
+
+
+@pytest.mark.parametrize("template, name", [(LLAMA, ""), (LLAMA, "plain"), (None, "plain")])
+def test_a_prompt_begins_once(tmp_path, template, name):
+    loaded = llama(tmp_path, template)
+    begin = loaded.backend.bos_token_id
+    assert loaded.backend("a")["input_ids"][0] == begin  # what a careless caller would get on top
+    loaded = loaded.with_chat_template(name)
+    for system in ("", "S"):
+        text = loaded.render("1+2", system)
+        (ids,) = loaded.encode([text])
+        assert text.startswith("<|begin|>") and ids[0] == begin and ids.count(begin) == 1
+    assert begin not in loaded.encode(["a worked solution"])[0]
 
 
 def test_no_tokenizer(tmp_path):

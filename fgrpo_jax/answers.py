@@ -1,0 +1,174 @@
+"""The answer in a response, and what can be said of it without an algebra system. No jax here."""
+
+import dataclasses
+import re
+from fractions import Fraction
+
+VERDICTS = ("right", "wrong", "no answer", "unparsable", "timed out", "crashed")
+MAX_ANSWER = 400  # characters; a longer answer is wrong
+
+_DECIMAL = r"[0-9]{1,100}(?:\.[0-9]{1,100})?|\.[0-9]{1,100}"
+_NUMBER = re.compile(rf"[-+]?(?:{_DECIMAL})(?:[eE][-+]?[0-9]{{1,3}})?")
+_FRACTION = re.compile(
+    r"([-+]?)(?:([0-9]{1,100})/([0-9]{1,100})|\\frac\{([0-9]{1,100})\}\{([0-9]{1,100})\})"
+)
+_MIXED = re.compile(
+    r"([-+]?[0-9]{1,100}) *(?: ([0-9]{1,9})/([0-9]{1,9})|\\frac\{([0-9]{1,9})\}\{([0-9]{1,9})\})"
+)
+_WRAPPERS = "text(?:rm|bf|it|normal)?|mathrm|mathbf|mbox|operatorname"
+_THOUSANDS = re.compile(r"(?<![0-9,.])([0-9]{1,3}(?:,[0-9]{3})+)(?![0-9,])")
+
+
+@dataclasses.dataclass(frozen=True)
+class Score:
+    """The verdict on one response."""
+
+    reward: float  # what the advantage is made of, before shaping
+    correct: bool  # raw: what the focal weight and pass@k are made of
+    info: str  # one of VERDICTS
+
+
+def after_thinking(response: str) -> str | None:
+    """What follows the last think block; None where one never closes."""
+    if "<think>" in response and "</think>" not in response:
+        return None
+    return response.rpartition("</think>")[2]
+
+
+def boxed_answer(response: str) -> str | None:
+    r"""The inside of the last \boxed{} after the end of any think block, or None.
+
+    None too where a think block or the last box never closes: an unfinished answer is no excuse
+    to look earlier.
+
+    >>> boxed_answer(r"\boxed{5} no, \boxed{\frac{1}{2}}")
+    '\\frac{1}{2}'
+    """
+    answer = after_thinking(response) or ""
+    start = answer.rfind(r"\boxed{")
+    if start < 0:
+        return None
+    start += len(r"\boxed{")
+    depth = 1
+    for i in range(start, len(answer)):
+        depth += {"{": 1, "}": -1}.get(answer[i], 0)
+        if depth == 0:
+            return answer[start:i].strip() or None
+    return None
+
+
+def stated_answer(response: str) -> str | None:
+    r"""The answer as GSM8K's solutions and models at large state it, or None.
+
+    The last box if there is one, whole or not; else what follows the last `####`; else what
+    follows the last "the answer is", "answer:" or "final answer", to the end of its line, without
+    markdown's stars, dollars and the full stop.
+
+    >>> stated_answer("6 * 7 = 42\n#### 42")
+    '42'
+    >>> stated_answer("So the answer is **-3**.")
+    '-3'
+    """
+    answer = after_thinking(response)
+    if answer is None or r"\boxed" in answer:
+        return boxed_answer(response)
+    mark = r"####|(?i:\b(?:final answer|the answer is|answer)\b(?: is)?) *[:=]?|(?i:answer) *:"
+    places = list(re.finditer(mark, answer))
+    hashes = [place for place in places if place[0] == "####"]
+    if not places:
+        return None
+    line = answer[(hashes or places)[-1].end() :].lstrip(" *\t:").split("\n", 1)[0]
+    line = re.split(r"\.(?=\s|$)", line.replace("**", ""), maxsplit=1)[0]
+    return line.strip(" *$") or None
+
+
+def last_number(response: str) -> str | None:
+    """The last number of a response, thousands' commas removed, or None.
+
+    >>> last_number("4,000 - 5 is 3,995.")
+    '3995'
+    """
+    numbers = re.findall(r"-?(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)(?:\.[0-9]+)?", response)
+    return numbers[-1].replace(",", "") if numbers else None
+
+
+def chosen_letter(response: str) -> str | None:
+    r"""The letter of a multiple choice: boxed, or stated as "the answer is (C)", or alone.
+
+    >>> chosen_letter(r"Thus \boxed{\text{(B)}}")
+    'B'
+    """
+    answer = stated_answer(response)
+    if answer is None and len(response.strip(" ().*$\n")) == 1:
+        answer = response
+    if answer is None:
+        return None
+    match = re.fullmatch(r"\(?([A-Za-z])(?:[).:].*)?", normalise(answer).strip("*$ "), re.DOTALL)
+    return match[1].upper() if match else None
+
+
+def normalise(text: str, unwrap: bool = True) -> str:
+    r"""The same answer in the plainest LaTeX: nothing is lost that could tell two answers apart.
+
+    Spacing, \left and \right, dollars, \dfrac, thousands' commas, ordinal endings, a final full
+    stop and, if to unwrap, \text{} and its like go; \frac12 gets its braces.
+
+    >>> normalise(r"$\dfrac12,\!000\text{ m}$")
+    '\\frac{1}{2},000 m'
+    """
+    text = text.strip().strip("$").strip()
+    text = re.sub(r"\\(?:left|right|displaystyle|bigl?|bigr|Bigl?|Bigr)(?![A-Za-z])\.?", "", text)
+    text = re.sub(r"(?<!\\)\\[!,;:>]|\\q?quad(?![A-Za-z])", "", text)
+    text = re.sub(r"(?<!\\)\\ |~", " ", text)
+    text = re.sub(r"\\[dtc]frac(?![A-Za-z])", r"\\frac", text)
+    text = re.sub(r"\\frac *([0-9]) *([0-9])", r"\\frac{\1}{\2}", text)
+    if unwrap:
+        text = re.sub(rf"\\(?:{_WRAPPERS}) *\{{([^{{}}]*)\}}", r"\1", text)
+    text = text.replace("{,}", ",")
+    text = _THOUSANDS.sub(lambda match: match[1].replace(",", ""), text)
+    text = re.sub(r"(?<=[0-9])\^?\{? *(?:st|nd|rd|th) *\}?$", "", text)
+    text = re.sub(r"\s+", " ", text).strip()
+    return text[:-1].rstrip() if text.endswith(".") else text
+
+
+def plain_number(text: str) -> Fraction | None:
+    r"""The exact value of a normalised integer, decimal, a/b, \frac{a}{b} or mixed number, or None.
+
+    >>> plain_number("-1 1/2")
+    Fraction(-3, 2)
+    """
+    if _NUMBER.fullmatch(text):
+        return Fraction(text)
+    if match := _FRACTION.fullmatch(text):
+        sign, *parts = match.groups()
+        above, below = (int(part) for part in parts if part is not None)
+        return Fraction(above, below) * (-1 if sign == "-" else 1) if below else None
+    if match := _MIXED.fullmatch(text):
+        whole, *parts = match.groups()
+        above, below = (int(part) for part in parts if part is not None)
+        if above < below:  # 4 10/3 is no number
+            return Fraction(whole) + Fraction(above, below) * (-1 if whole.startswith("-") else 1)
+    return None
+
+
+def quick_verdict(gold: str, answer: str) -> bool | None:
+    """Equal strings once normalised, and two plain numbers compared exactly; else None.
+
+    Words of several letters are equal whatever their case; single letters, as variables, are not.
+    """
+    gold, answer = normalise(gold), normalise(answer)
+    squeezed = [text.replace(" ", "") for text in (gold, answer)]
+    spaces_matter = re.search(r"[0-9A-Za-z] [0-9A-Za-z]", gold + "|" + answer)
+    if gold == answer or (not spaces_matter and squeezed[0] == squeezed[1]):
+        return bool(gold)
+    if len(gold) > 1 and gold.replace(" ", "").isalpha() and answer.replace(" ", "").isalpha():
+        return gold.casefold() == answer.casefold() or None
+    numbers = plain_number(gold), plain_number(answer)
+    if None in numbers:
+        return None
+    if numbers[0] == numbers[1]:
+        return True
+    decimals = ["." in text or "e" in text.lower() for text in (gold, answer)]
+    fractions = [not _NUMBER.fullmatch(text) for text in (gold, answer)]
+    # a decimal may be a fraction's rounded value, which is for the algebra system to say
+    return None if decimals[0] and fractions[1] or decimals[1] and fractions[0] else False
