@@ -6,8 +6,6 @@ the shard's. `valid_PN` leaves samples out of a group's statistics,
 as those whose judge failed: their advantage is 0.
 """
 
-import math
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -202,14 +200,14 @@ def pkpo_advantage(
     groups = group_statistics(reward_PN, valid_PN)
     if k == 1:
         return rloo_advantage(reward_PN, valid_PN)
-    places = range(samples)
-    # chance[n, j]: of n samples sorted upwards, the best of k - 1 others is the j-th (j < i)
-    chance = np.array(
-        [
-            [math.comb(j, k - 2) / math.comb(n - 1, k - 1) if j < n >= k else 0 for j in places]
-            for n in range(samples + 1)
-        ]
-    )
+    # chance[n, j] = C(j, k - 2) / C(n - 1, k - 1): of n samples sorted upwards, the best of k - 1
+    # others is the j-th (j < i); from the top down, where neither number overflows
+    chance = np.zeros((samples + 1, samples))
+    for n in range(k, samples + 1):
+        share = (k - 1) / (n - 1)
+        for j in range(n - 2, k - 3, -1):
+            chance[n, j] = share
+            share *= (j - k + 2) / max(j, 1)
     chance_PN = jnp.asarray(chance, groups.reward.dtype)[groups.valid.sum(axis=1)]
     order_PN = jnp.argsort(jnp.where(groups.valid, groups.reward, jnp.inf), axis=1)
     sorted_PN = jnp.take_along_axis(groups.centred, order_PN, axis=1)

@@ -15,6 +15,9 @@ _FRACTION = re.compile(
 _MIXED = re.compile(
     r"([-+]?[0-9]{1,100}) *(?: ([0-9]{1,9})/([0-9]{1,9})|\\frac\{([0-9]{1,9})\}\{([0-9]{1,9})\})"
 )
+_POWER = re.compile(
+    rf"([-+]?(?:{_DECIMAL})) *\\(?:times|cdot) *10\^(?:([0-9])|\{{([-+]?[0-9]{{1,3}})\}})"
+)
 _WRAPPERS = "text(?:rm|bf|it|normal)?|mathrm|mathbf|mbox|operatorname"
 _THOUSANDS = re.compile(r"(?<![0-9,.])([0-9]{1,3}(?:,[0-9]{3})+)(?![0-9,])")
 
@@ -132,13 +135,16 @@ def normalise(text: str, unwrap: bool = True) -> str:
 
 
 def plain_number(text: str) -> Fraction | None:
-    r"""The exact value of a normalised integer, decimal, a/b, \frac{a}{b} or mixed number, or None.
+    r"""The exact value of a normalised integer, decimal, a \times 10^{n}, a/b, \frac{a}{b} or mixed
+    number, or None.
 
     >>> plain_number("-1 1/2")
     Fraction(-3, 2)
     """
     if _NUMBER.fullmatch(text):
         return Fraction(text)
+    if match := _POWER.fullmatch(text):
+        return Fraction(match[1]) * Fraction(10) ** int(match[2] or match[3])
     if match := _FRACTION.fullmatch(text):
         sign, *parts = match.groups()
         above, below = (int(part) for part in parts if part is not None)
@@ -168,7 +174,7 @@ def quick_verdict(gold: str, answer: str) -> bool | None:
         return None
     if numbers[0] == numbers[1]:
         return True
-    decimals = ["." in text or "e" in text.lower() for text in (gold, answer)]
-    fractions = [not _NUMBER.fullmatch(text) for text in (gold, answer)]
+    decimals = ["." in text for text in (gold, answer)]
+    fractions = ["/" in text or "frac" in text for text in (gold, answer)]
     # a decimal may be a fraction's rounded value, which is for the algebra system to say
     return None if decimals[0] and fractions[1] or decimals[1] and fractions[0] else False

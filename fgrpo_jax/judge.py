@@ -13,7 +13,7 @@ part run in a worker that can be killed; model output is never evaluated as code
 
 What math decides where opinions differ: numbers must be equal, however the gold was rounded;
 percent signs and units may be left out; a list of roots is unordered; words may differ in case;
-`y = 3` answers 3, not the reverse; an inequality answers an interval; what is equal only for
+`y = 3` and 3 answer each other, as do an inequality and an interval; what is equal only for
 positive variables is wrong; without a box there is no answer.
 """
 
