@@ -2,8 +2,8 @@
 
 P prompts, N samples each (a group). Each function is jitted with its settings (Python numbers)
 static, and can be called inside jit, vmap, scan and shard_map; statistics of a batch are then of
-the shard's. `valid_PN` leaves samples out of a group's statistics,
-as those whose judge failed: their advantage is 0.
+the shard's. `valid_PN` leaves samples out of a group's statistics, as those whose judge failed:
+their advantage is 0.
 """
 
 import jax
@@ -197,9 +197,9 @@ def pkpo_advantage(
     samples = reward_PN.shape[1]
     if not 1 <= k <= samples:
         raise ValueError(f"k is {k}: it must be in 1 ... {samples}, the samples of a group")
-    groups = group_statistics(reward_PN, valid_PN)
     if k == 1:
         return rloo_advantage(reward_PN, valid_PN)
+    groups = group_statistics(reward_PN, valid_PN)
     # chance[n, j] = C(j, k - 2) / C(n - 1, k - 1): of n samples sorted upwards, the best of k - 1
     # others is the j-th (j < i); from the top down, where neither number overflows
     chance = np.zeros((samples + 1, samples))

@@ -2,6 +2,7 @@
 
 import dataclasses
 import re
+from collections.abc import Callable
 from fractions import Fraction
 
 VERDICTS = ("right", "wrong", "no answer", "unparsable", "timed out", "crashed")
@@ -108,6 +109,15 @@ def chosen_letter(response: str) -> str | None:
         return None
     match = re.fullmatch(r"\(?([A-Za-z])(?:[).:].*)?", normalise(answer).strip("*$ "), re.DOTALL)
     return match[1].upper() if match else None
+
+
+EXTRACT: dict[str, Callable[[str], str | None]] = {  # the answer of each shipped reward
+    "math": boxed_answer,
+    "gsm8k": stated_answer,
+    "number": last_number,
+    "multiple_choice": chosen_letter,
+    "exact": lambda response: response.strip() or None,
+}
 
 
 def normalise(text: str, unwrap: bool = True) -> str:

@@ -23,10 +23,9 @@ from collections.abc import Callable
 from typing import Any
 
 from fgrpo_jax.answers import (
+    EXTRACT,
     MAX_ANSWER,
     Score,
-    boxed_answer,
-    chosen_letter,
     last_number,
     normalise,
     plain_number,
@@ -36,13 +35,6 @@ from fgrpo_jax.answers import (
 
 Reward = Callable[[Any, str, bool], Score]
 
-EXTRACT: dict[str, Callable[[str], str | None]] = {
-    "math": boxed_answer,
-    "gsm8k": stated_answer,
-    "number": last_number,
-    "multiple_choice": chosen_letter,
-    "exact": lambda response: response.strip() or None,
-}
 ALGEBRA = ("math", "gsm8k")  # may need math-verify
 
 

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from fgrpo_jax.model import Policy
+from fgrpo_jax.structs import LearnerBatch
 
 
 def response_logprobs(
@@ -56,3 +57,19 @@ def response_logprobs(
 
         logp, entropy = jax.lax.map(lambda xs: piece(*xs), (split(hidden_BTD), split(target_BT)))
         return join(logp), join(entropy)
+
+
+def batch_logprobs(
+    policy: Policy, params: Any, batch: LearnerBatch, temperature: float, chunk: int
+) -> Array:
+    """log pi(token) of the responses of [minibatches, microbatches, rows], a microbatch at a time:
+    [minibatches, microbatches, rows, T]."""
+
+    def microbatch(rows: LearnerBatch) -> Array:
+        response = rows.mask_BT.shape[-1]
+        logp_BT, _ = response_logprobs(
+            policy, params, rows.tokens_BS, rows.start_B, response, temperature, chunk
+        )
+        return logp_BT
+
+    return jax.lax.map(lambda micros: jax.lax.map(microbatch, micros), batch)

@@ -11,7 +11,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from fgrpo_jax import distributed, sharding, weights
-from fgrpo_jax.logprobs import response_logprobs
+from fgrpo_jax.logprobs import batch_logprobs
 from fgrpo_jax.model import Policy
 from fgrpo_jax.rollouts import learner_batch
 from fgrpo_jax.structs import LearnerBatch, Rollouts
@@ -43,15 +43,8 @@ def make_reference(
 
     @functools.partial(jax.jit, out_shardings=out)
     def logprobs(params: Any, batch: LearnerBatch) -> jax.Array:
-        def rows(rows: LearnerBatch) -> jax.Array:
-            response = rows.mask_BT.shape[-1]
-            with jax.named_scope("reference"):
-                logp_BT, _ = response_logprobs(
-                    policy, params, rows.tokens_BS, rows.start_B, response, temperature, chunk
-                )
-            return logp_BT
-
-        return jax.lax.map(lambda micros: jax.lax.map(rows, micros), batch)
+        with jax.named_scope("reference"):
+            return batch_logprobs(policy, params, batch, temperature, chunk)
 
     def reference(rollouts: Rollouts) -> Rollouts:
         rows = round(distributed.total(len(rollouts.mask_BT)))

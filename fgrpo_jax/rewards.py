@@ -23,7 +23,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from fgrpo_jax import UserError, judge
-from fgrpo_jax.answers import MAX_ANSWER, Score
+from fgrpo_jax.answers import EXTRACT, MAX_ANSWER, Score
 
 MEMORY = 4 << 30  # bytes of address space a worker may take
 MAX_RESPONSE = 1 << 20  # characters of a response that a worker is sent
@@ -125,7 +125,7 @@ class Scorer:
         _check(reward)
         self.reward, self.timeout = reward, timeout
         self._idle: queue.SimpleQueue[_Worker] = queue.SimpleQueue()
-        only_text = reward in judge.EXTRACT and reward not in judge.ALGEBRA
+        only_text = reward in EXTRACT and reward not in judge.ALGEBRA
         self._workers = [_Worker(reward) for _ in range(0 if only_text else workers)]
         for worker in self._workers:
             self._idle.put(worker)
@@ -159,15 +159,17 @@ class Scorer:
 
     def _check_gold(self, gold: str) -> bool:
         gold = judge.gold_of(self.reward, gold)
-        if not gold.strip() or len(gold) > MAX_ANSWER or self.reward not in judge.ALGEBRA:
-            return bool(gold.strip()) and len(gold) <= MAX_ANSWER
-        return judge.plain(gold) or bool(self._ask({"gold": gold}).get("parses"))
+        if not gold.strip() or len(gold) > MAX_ANSWER:
+            return False
+        if self.reward not in judge.ALGEBRA or judge.plain(gold):
+            return True
+        return bool(self._ask({"gold": gold}).get("parses"))
 
     def _score(self, problem: Any, response: str, finished: bool) -> Score:
         quick = judge.quick_score(self.reward, problem, response, finished)
         if quick is not None:
             return quick
-        extract = judge.EXTRACT.get(self.reward)
+        extract = EXTRACT.get(self.reward)
         key = (problem.answer, (extract(response) or "") if extract else "")
         if extract and key in self._known:
             return self._known[key]
@@ -201,7 +203,7 @@ class Scorer:
 
     def _tell(self, error: str) -> None:
         """A user's reward that fails must not look like a policy that does."""
-        if not self._told and self.reward not in judge.EXTRACT:
+        if not self._told and self.reward not in EXTRACT:
             self._told = True
             print(f"warning: reward {self.reward} failed: {error}", file=sys.stderr)
 
@@ -219,7 +221,7 @@ class Scorer:
 
 def _check(reward: str) -> None:
     """UserError where a reward of that name cannot be had."""
-    if reward in judge.EXTRACT:
+    if reward in EXTRACT:
         return
     try:
         judge.find(reward)
@@ -227,7 +229,7 @@ def _check(reward: str) -> None:
         hint = (
             "install the extra: pip install 'fgrpo_jax[tasks]'"
             if isinstance(error, ModuleNotFoundError) and reward.startswith("reasoning_gym:")
-            else f"it must be one of {', '.join(judge.EXTRACT)}, reasoning_gym:TASK or "
+            else f"it must be one of {', '.join(EXTRACT)}, reasoning_gym:TASK or "
             "module:function, importable from here"
         )
         raise UserError(f"reward is {reward!r} and cannot be found ({error}): {hint}") from error

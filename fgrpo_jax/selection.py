@@ -5,9 +5,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from fgrpo_jax import UserError, distributed
+from fgrpo_jax.numerics import group_statistics
 from fgrpo_jax.shaping import max_variance_subset
 from fgrpo_jax.structs import Prompts, Rollouts
 
@@ -59,9 +61,8 @@ def join(parts: Sequence[Rollouts]) -> Rollouts:
 
 def mixed_groups(rollouts: Rollouts) -> np.ndarray:
     """Which groups have both right and wrong samples, by raw correctness: bool [P]."""
-    correct = np.where(rollouts.valid_PN, rollouts.correct_PN, np.nan)
-    lowest = np.min(correct, axis=1, initial=np.inf, where=rollouts.valid_PN)
-    return lowest < np.max(correct, axis=1, initial=-np.inf, where=rollouts.valid_PN)
+    groups = group_statistics(jnp.asarray(rollouts.correct_PN), jnp.asarray(rollouts.valid_PN))
+    return ~np.asarray(groups.constant[:, 0])
 
 
 Draw = Callable[[Any, int, jax.Array], tuple[Rollouts, Rollouts, int]]
@@ -86,14 +87,16 @@ def make_draw(
             rollouts = collect(params, prompts_at(position), key)
             return rollouts, rollouts, position + 1
         parts: list[Rollouts] = []
+        mixed: list[np.ndarray] = []  # of each part
         have = want = 0
         for attempt in range(attempts):
             parts.append(collect(params, prompts_at(position + attempt), key))
+            mixed.append(mixed_groups(parts[-1]))
             want = len(parts[0].prompts.problems)
-            have = sum(mixed_groups(part).sum() for part in parts)
+            have += mixed[-1].sum()
             if not distributed.total(max(want - have, 0)):
                 drawn = join(parts)
-                chosen = np.flatnonzero(mixed_groups(drawn))[:want]
+                chosen = np.flatnonzero(np.concatenate(mixed))[:want]
                 everything = np.arange(drawn.reward_PN.shape[1])
                 everything = np.broadcast_to(everything, (want, len(everything)))
                 return take(drawn, chosen, everything), drawn, position + attempt + 1

@@ -149,8 +149,10 @@ def build(
     tokenizer = tokenizers.load(folder)
     policy = Policy(shape, DTYPES[c.model.dtype](), c.model.remat == "full", tokenizer.size)
     weights.check(folder, policy)
-    reference_folder = weights.resolve(c.kl.reference or c.model.path)
-    weights.check(reference_folder, policy)
+    reference_folder = folder
+    if c.kl.reference:
+        reference_folder = weights.resolve(c.kl.reference)
+        weights.check(reference_folder, policy)
     scorer = stack.enter_context(rewards.Scorer(c.reward, c.score.workers, c.score.timeout))
     train_set, held_out = (
         prompts.load(c, source, split, tokenizer, scorer.check_golds)

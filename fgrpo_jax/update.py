@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array
 
 from fgrpo_jax import sharding
-from fgrpo_jax.logprobs import response_logprobs
+from fgrpo_jax.logprobs import batch_logprobs, response_logprobs
 from fgrpo_jax.model import Policy
 from fgrpo_jax.objective import Objective, aggregate, token_loss
 from fgrpo_jax.structs import LearnerBatch, TrainState
@@ -135,10 +135,7 @@ def make_update(
         with jax.named_scope("update"):
             old_logp = None
             if batch.mask_BT.shape[0] * s.epochs > 1:
-                old_logp = jax.lax.map(
-                    lambda minis: jax.lax.map(lambda rows: logprobs(state.params, rows)[0], minis),
-                    batch,
-                )
+                old_logp = batch_logprobs(policy, state.params, batch, s.temperature, s.logit_chunk)
             # With one optimizer update a step the policy is still the one that sampled.
             epoch = lambda state, _: jax.lax.scan(minibatch, state, (batch, old_logp))
             state, metrics = jax.lax.scan(epoch, state, length=s.epochs)

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 from ml_collections import ConfigDict
 
 from fgrpo_jax import UserError, forms
+from fgrpo_jax.answers import EXTRACT
 
 Config = Any  # a locked ConfigDict whose attributes are the keys of config.default()
 
@@ -113,13 +114,10 @@ def validate(c: Config) -> Config:
     return c
 
 
-REWARDS = "math gsm8k number multiple_choice exact".split()
-
-
 def _check_data(c: Config) -> None:
     need(
-        c.reward in REWARDS or all(c.reward.partition(":")),
-        f"reward is {c.reward!r}: it must be one of {', '.join(REWARDS)}, reasoning_gym:TASK or "
+        c.reward in EXTRACT or all(c.reward.partition(":")),
+        f"reward is {c.reward!r}: it must be one of {', '.join(EXTRACT)}, reasoning_gym:TASK or "
         "module:function",
     )
     need(
