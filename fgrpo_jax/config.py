@@ -2,6 +2,7 @@
 
 import difflib
 import importlib.util
+import json
 import pathlib
 import re
 from collections.abc import Sequence
@@ -22,6 +23,7 @@ def default() -> Config:
     c.model = _section()
     c.model.path = "embedded:tiny_arithmetic"  # Hugging Face folder, or embedded:NAME
     c.model.dtype = "auto"  # of computation: float32, bfloat16; auto: bfloat16, on CPU float32
+    c.model.attention = "auto"  # xla, splash (TPU), cudnn (GPU); auto: the device's, where it can
     c.model.remat = "none"  # recomputed in the backward pass: none, or full (each whole layer)
 
     c.data = _section()
@@ -32,6 +34,7 @@ def default() -> Config:
     c.data.system = ""  # system message; empty: the chat template's own default
     c.data.chat_template = ""  # empty: the model's own; plain: text and newline; or a jinja file
     c.data.template = "{problem}"  # the user message; {problem} stands for the problem's text
+    c.data.stop = ()  # strings that end a response, beside the tokenizer's stop tokens
     c.data.max_prompt = 24  # tokens; longer prompts are dropped and counted
 
     c.reward = "math"  # math gsm8k number multiple_choice exact reasoning_gym:TASK module:function
@@ -81,7 +84,16 @@ def default() -> Config:
     c.rollout.prompts = 32  # P, prompts a step
     c.rollout.max_response = 32  # T, tokens
     c.rollout.temperature = 1.0  # above 0; divides the training log-probabilities too
+    c.rollout.top_k = 0  # sample of so many likeliest tokens; 0: of all
+    c.rollout.top_p = 1.0  # of the likeliest that together have this probability
+    c.rollout.min_p = 0.0  # of those with this share of the likeliest one's probability
+    c.rollout.max_drift = 0.1  # nats between sampler and trainer a token, above which a run warns
+    c.rollout.slots = 0  # rows that decode at a time; 0: as many as cache_gib holds
+    c.rollout.cache_gib = 4.0  # of a device's memory for keys and values, where slots is 0
+    c.rollout.waiting = 0  # prompts prefilled ahead; 0: enough to fill all slots twice
+    c.rollout.prefill = 8192  # tokens a device prefills at a time; longer prompts go in pieces
     c.rollout.chunk = 64  # decode steps between two looks of the host
+    c.rollout.unroll = "auto"  # decode layers one by one, not scanned: yes no; auto: not on a TPU
     c.rollout.subset = 0  # PODS: samples a prompt, of greatest variance, that are trained; 0: all
     c.rollout.dynamic = False  # DAPO: only groups both right and wrong count; draw until P of them
     c.rollout.attempts = 10  # dynamic: batches of P prompts drawn a step, at most
@@ -116,6 +128,9 @@ def default() -> Config:
     c.eval.samples = 16  # n of pass@k, k = 1, 2, 4 ... n
     c.eval.problems = 256  # held-out problems, the first of eval_source
     c.eval.temperature = 1.0  # 0: greedy
+    c.eval.top_k = 0  # as rollout.top_k
+    c.eval.top_p = 1.0  # as rollout.top_p
+    c.eval.min_p = 0.0  # as rollout.min_p
 
     c.sft = _section()
     c.sft.out = ""  # folder of the new checkpoint
@@ -200,10 +215,23 @@ def _override(c: Config, text: str) -> None:
     for name in path:
         node = node[name]
     kind = node.get_type(leaf)
-    read = {"true": True, "false": False}.__getitem__ if kind is bool else kind
+    read = {bool: _read_bool, tuple: _read_strings}.get(kind, kind)
     try:
-        value = value.lower() if kind is bool else value
         may_be_none = keys(default())[key] is None
         node[leaf] = None if value == "None" and may_be_none else read(value)
     except (ValueError, KeyError):
         raise UserError(f"config key {key} takes {kind.__name__}, not {value!r}") from None
+
+
+def _read_bool(text: str) -> bool:
+    return {"true": True, "false": False}[text.lower()]
+
+
+def _read_strings(text: str) -> tuple[str, ...]:
+    """A JSON list of strings, or one string as it is."""
+    if not text.startswith("["):
+        return (text,) if text else ()
+    strings = json.loads(text)
+    if not all(isinstance(string, str) for string in strings):
+        raise ValueError(text)
+    return tuple(strings)

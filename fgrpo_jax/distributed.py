@@ -34,6 +34,15 @@ def is_main() -> bool:
     return jax.process_index() == 0
 
 
+def hosts() -> int:
+    return jax.process_count()
+
+
+def host() -> int:
+    """The number of this one."""
+    return jax.process_index()
+
+
 def share(total: int) -> slice:
     """This host's part of `total` rows that all hosts share equally."""
     if total % jax.process_count():
@@ -64,6 +73,13 @@ def total(value: float | int | np.number) -> float:
     if jax.process_count() == 1:
         return float(value)
     return float(multihost_utils.process_allgather(np.float64(value)).sum())
+
+
+def largest(value: float | int) -> float:
+    """The largest of the numbers that hosts have one of each."""
+    if jax.process_count() == 1:
+        return float(value)
+    return float(multihost_utils.process_allgather(np.float64(value)).max())
 
 
 def on_all_rows(function: Callable[..., Any], *rows: np.ndarray) -> Any:

@@ -1,48 +1,130 @@
-"""pass@1 and pass@k of a policy on held-out problems."""
+"""pass@1 and pass@k of a policy on held-out problems.
 
-from collections.abc import Callable
+Streamed: no text is kept, and a problem that is done before an interruption is not sampled again.
+"""
+
+import collections
+import json
+import pathlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
 import numpy as np
 
-from fgrpo_jax import distributed, prompts
+from fgrpo_jax import distributed
+from fgrpo_jax.answers import Score
 from fgrpo_jax.pass_at_k import pass_at_k, powers_up_to
 from fgrpo_jax.prompts import PromptSet
-from fgrpo_jax.rollouts import Collect
+from fgrpo_jax.rewards import Scorer
+from fgrpo_jax.sampler import Stream
+from fgrpo_jax.structs import Response, Watch, unwatched
 
 Result = dict[str, Any]
+BACKLOG = 4  # chunks of the decode loop whose scores may be awaited
+
+
+class Counts:
+    """Right answers of each problem that is done, in a JSON Lines file of this host."""
+
+    def __init__(self, path: pathlib.Path, samples: int):
+        self.path, self.samples = path, samples
+        self.correct: dict[int, int] = {}  # by the problem's place in the set
+        for line in path.read_text().splitlines() if path.exists() else []:
+            try:
+                record = json.loads(line)
+                if record["samples"] == samples:
+                    self.correct[record["problem"]] = record["correct"]
+            except (ValueError, KeyError):
+                break  # the line that a killed process was writing
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("".join(map(self._line, self.correct)))
+
+    def _line(self, problem: int) -> str:
+        correct = self.correct[problem]
+        return json.dumps({"problem": problem, "samples": self.samples, "correct": correct}) + "\n"
+
+    def add(self, problem: int, correct: int) -> None:
+        self.correct[problem] = correct
+        with self.path.open("a") as file:
+            file.write(self._line(problem))
 
 
 def make_evaluate(
-    collect: Collect, held_out: PromptSet, problems: int, batch: int, samples: int
-) -> Callable[[Any, jax.Array], Result]:
-    """evaluate(params, key) -> {"pass@1": ..., "pass@2": ..., "by_kind": {kind: pass@1}}.
+    stream: Stream,
+    text_of: Callable[[np.ndarray], str],
+    scorer: Scorer,
+    held_out: PromptSet,
+    problems: int,
+    samples: int,
+    multiple: int,
+    folder: pathlib.Path,
+) -> Callable[..., Result]:
+    """evaluate(params, key, step, watch) -> {"pass@1": ..., "by_kind": {kind: pass@1}}.
 
     Args:
+        stream: of make_sampler, with so many samples a prompt.
+        text_of: decodes a response's tokens.
         problems: the first so many of the held-out set.
-        batch: prompts at a time.
         samples: n of the estimator, which pass@k averages over the problems.
+        multiple: prompts of all hosts together come in multiples of this.
+        folder: where unfinished evaluations keep their counts.
     """
+    total = min(problems, len(held_out.problems))
 
-    def evaluate(params: Any, key: jax.Array) -> Result:
-        correct, kinds, unfinished = [], [], []
-        share = distributed.share(batch)
-        for part in prompts.batches_of(held_out, problems, batch, share):
-            unfinished.append(collect(params, part, key))
-            if len(unfinished) > 1:  # the judges work while the next batch is sampled
-                correct.append(unfinished.pop(0)().correct_PN.sum(axis=1))
-            kinds += [problem.kind for problem in part.problems]
-        correct += [finish().correct_PN.sum(axis=1) for finish in unfinished]
-        correct_P = np.concatenate(correct).astype(int)
-        problems_of_all = distributed.total(float(len(correct_P)))
+    def evaluate(params: Any, key: jax.Array, step: int, watch: Watch = unwatched) -> Result:
+        positions = np.arange(total)
+        mine = positions[distributed.host() :: distributed.hosts()]
+        counts = Counts(folder / f"step_{step}.{distributed.host()}.jsonl", samples)
+        left = [int(i) for i in mine if i not in counts.correct]
+        # as many on each host, by empty prompts
+        size = int(distributed.largest(len(left)))
+        size += -size % max(1, multiple // distributed.hosts())
+        indices = np.array(left + [-1] * (size - len(left)), np.int32)
+        if size:
+            batch = held_out.batch(indices, np.maximum(indices, 0))
+            _judge(stream(params, batch, key, watch), text_of, scorer, held_out, left, counts)
+        result = _result(counts, held_out, mine)
+        counts.path.unlink()
+        return result
+
+    def _judge(
+        responses: Iterator[list[Response]],
+        text_of: Callable[[np.ndarray], str],
+        scorer: Scorer,
+        held_out: PromptSet,
+        left: list[int],
+        counts: Counts,
+    ) -> None:
+        scores = collections.defaultdict(list)  # of problems that are not done
+        waiting: collections.deque[tuple[list[int], Iterator[Score]]] = collections.deque()
+
+        def settle() -> None:
+            for problem, score in zip(*waiting.popleft(), strict=True):
+                scores[problem].append(score.correct)
+                if len(scores[problem]) == samples:
+                    counts.add(problem, sum(scores.pop(problem)))
+
+        for some in responses:
+            whose = [left[response.row // samples] for response in some]
+            texts = [text_of(response.tokens) for response in some]
+            finished = [response.finished for response in some]
+            asked = [held_out.problems[problem] for problem in whose]
+            waiting.append((whose, scorer.start(asked, texts, finished)))
+            if len(waiting) > BACKLOG:
+                settle()
+        while waiting:
+            settle()
+
+    def _result(counts: Counts, held_out: PromptSet, mine: np.ndarray) -> Result:
+        correct_P = np.array([counts.correct[int(i)] for i in mine], int)
         result: Result = {
-            f"pass@{k}": distributed.total(pass_at_k(correct_P, samples, k).sum()) / problems_of_all
+            f"pass@{k}": distributed.total(pass_at_k(correct_P, samples, k).sum()) / total
             for k in powers_up_to(samples)
         }
-        label = np.array(kinds)
+        label = np.array([held_out.problems[i].kind for i in mine])
         result["by_kind"] = {
-            kind: float(correct_P[label == kind].mean() / samples) for kind in sorted(set(kinds))
+            kind: float(correct_P[label == kind].mean() / samples) for kind in sorted(set(label))
         }
         return result
 

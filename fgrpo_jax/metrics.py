@@ -120,17 +120,25 @@ class Bar:
 
     def __init__(self, steps: int, done: int, console: Console):
         self.steps, self.console = steps, console
-        self.live = console.is_terminal
+        self.live, self.alarmed = console.is_terminal, False
         self.progress = Progress(
             TextColumn("{task.description}"),
             BarColumn(),
             MofNCompleteColumn(),
             TextColumn("{task.fields[numbers]}"),
             TimeLeft(compact=True),
+            TextColumn("{task.fields[sampled]}"),
             console=console,
             disable=not self.live,
         )
-        self.task = self.progress.add_task("train", total=steps, completed=done, numbers="")
+        self.task = self.progress.add_task(
+            "train", total=steps, completed=done, numbers="", sampled=""
+        )
+
+    def watch(self, responses: int, of: int, tokens: int) -> None:
+        """Shows how far sampling is."""
+        text = f"sampled {responses}/{of}, {tokens:,} tokens" if responses < of else ""
+        self.progress.update(self.task, sampled=text)
 
     def show(self, step: int, record: dict[str, Any]) -> None:
         numbers = "  ".join(
@@ -148,6 +156,14 @@ class Bar:
             left = self.progress.tasks[self.task].time_remaining
             eta = "" if left is None else f"  {left:.0f} s left"
             self.console.print(f"step {step}/{self.steps}  {numbers}{eta}", highlight=False)
+        if record.get("drift_alarm") and not self.alarmed:
+            self.alarmed = True
+            self.console.print(
+                f"warning: step {step}: the log-probabilities of sampler and trainer differ by "
+                f"{record['drift_mean']:.3g} nats a token, more than rollout.max_drift; "
+                "model.dtype=float32 tells rounding from a fault",
+                highlight=False,
+            )
 
     def __enter__(self) -> "Bar":
         self.progress.start()

@@ -9,7 +9,7 @@ import json
 import pathlib
 import sys
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 import grain
 import numpy as np
@@ -38,7 +38,7 @@ class PromptSet:
 
     problems: tuple[Problem, ...]
     tokens: tuple[np.ndarray, ...]  # int32, of each problem's prompt
-    width: int  # C, columns of a batch
+    width: int  # C, columns of a batch: tokens of the longest prompt
     dropped: dict[str, int]  # problems left out, by REASONS
     sizes: tuple[int, ...] = ()  # of a weighted mixture: problems of each source, in order
     weights: tuple[float, ...] = ()  # and shares of the stream; empty: all problems alike
@@ -95,7 +95,7 @@ def load(
     return PromptSet(
         tuple(problems[index] for index in kept),
         tuple(tokens),
-        c.data.max_prompt,
+        max(map(len, tokens)),
         dropped,
         tuple(sizes) if weights else (),
         weights,
@@ -199,16 +199,6 @@ def _stream(prompts: PromptSet, seed: int) -> grain.MapDataset:
         for number, (end, size) in enumerate(zip(ends, prompts.sizes, strict=True))
     ]
     return grain.MapDataset.mix(streams, prompts.weights)
-
-
-def batches_of(prompts: PromptSet, count: int, size: int, share: slice) -> Iterator[Prompts]:
-    """This host's share of the first `count` problems, in order, `size` at a time over all hosts;
-    the last batch is filled up with empty prompts."""
-    count = min(count, len(prompts.problems))
-    for start in range(0, count, size):
-        positions = np.arange(start, start + size)
-        indices = np.where(positions < count, positions, -1)
-        yield prompts.batch(indices[share], positions[share])
 
 
 def report(

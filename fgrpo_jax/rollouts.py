@@ -4,83 +4,77 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
 from fgrpo_jax import distributed, sharding
 from fgrpo_jax.answers import Score
 from fgrpo_jax.rewards import Scorer
-from fgrpo_jax.structs import LearnerBatch, Prompts, Rollouts, Samples
-from fgrpo_jax.tokenizer import Tokenizer
+from fgrpo_jax.sampler import Stream, gather
+from fgrpo_jax.slots import SamplerSettings
+from fgrpo_jax.structs import LearnerBatch, Prompts, Response, Rollouts, Watch, unwatched
 
-Collect = Callable[[Any, Prompts, jax.Array], Callable[[], Rollouts]]
+Collect = Callable[[Any, Prompts, jax.Array, Watch], Rollouts]
 
 
 def make_collect(
-    sample: Callable[[Any, jax.Array, jax.Array, jax.Array], Samples],
-    samples: int,
-    tokenizer: Tokenizer,
+    stream: Stream,
+    settings: SamplerSettings,
+    text_of: Callable[[np.ndarray], str],
     scorer: Scorer,
-    mesh: Mesh,
     wrong: float = 0.0,
     right: float = 1.0,
     drop_truncated: bool = False,
 ) -> Collect:
-    """collect(params, prompts, key) -> finish, finish() -> Rollouts; params in the `decode` layout.
+    """collect(params, prompts, key, watch) -> Rollouts; params in the `decode` layout.
 
-    The samples are there when collect returns, and their scores when finish does: what is sampled
-    in between does not wait for the judges.
+    Responses are judged as they end, while others are still sampled.
 
-    A score of 0 is rewarded by `wrong`, one of 1 by `right`. Each row's key derives from `key`,
-    the prompt's position and the sample's number, so that a row is the same in any batch and on
-    any mesh. With drop_truncated, cut-off samples are invalid: they leave their group.
+    Args:
+        text_of: decodes a response's tokens.
+        wrong, right: what scores of 0 and 1 are rewarded by.
+        drop_truncated: whether cut-off samples are invalid: they leave their group.
     """
-    rows = sharding.activation(mesh, "B")
+    N = settings.samples
 
-    @jax.jit
-    def row_keys(key, position_P):
-        prompt_keys = jax.vmap(jax.random.fold_in, (None, 0))(key, position_P)
-        keys = jax.vmap(jax.vmap(jax.random.fold_in, (None, 0)), (0, None))
-        return keys(prompt_keys, jnp.arange(samples)).reshape(-1)
-
-    def collect(params: Any, prompts: Prompts, key: jax.Array) -> Callable[[], Rollouts]:
-        position_P = distributed.to_global(prompts.position_P, rows)
-        out = sample(
-            params,
-            distributed.to_global(prompts.tokens_PC, sharding.activation(mesh, "BT")),
-            distributed.to_global(prompts.length_P, rows),
-            row_keys(key, position_P),
-        )
-        out = distributed.to_host(out)
-        real = len(prompts.problems) * samples  # the rest fills up the last batch of a set
-        responses = tuple(
-            tokenizer.decode(tokens[mask].tolist())
-            for tokens, mask in zip(out.tokens_BT[:real], out.mask_BT[:real], strict=True)
-        )
-        problems = [problem for problem in prompts.problems for _ in range(samples)]
-        started = scorer.start(problems, responses, out.finished_B[:real])
-        return lambda: scored(prompts, out, responses, list(started))
-
-    def scored(
-        prompts: Prompts, out: Samples, responses: tuple[str, ...], scores: list[Score]
+    def collect(
+        params: Any, prompts: Prompts, key: jax.Array, watch: Watch = unwatched
     ) -> Rollouts:
-        real = len(responses)
-        reward_B = np.array([s.reward for s in scores], np.float32)
+        real = len(prompts.problems) * N  # the rest fills up the last batch of a set
+        texts: dict[int, str] = {}
+        scores: dict[int, Score] = {}
+        judged = []
+
+        def judge(responses: list[Response]) -> list[Response]:
+            new = {response.row: text_of(response.tokens) for response in responses}
+            problems = [prompts.problems[row // N] for row in new]
+            finished = [response.finished for response in responses]
+            judged.append((new, scorer.start(problems, list(new.values()), finished)))
+            texts.update(new)
+            return responses
+
+        samples = gather(
+            map(judge, stream(params, prompts, key, watch)), len(prompts.length_P) * N, settings
+        )
+        for rows, begun in judged:
+            scores.update(zip(rows, begun, strict=True))
+        ordered = [scores[row] for row in range(real)]
+        reward_B = np.array([score.reward for score in ordered], np.float32)
         reward_B = np.where(reward_B == 1, right, wrong + (right - wrong) * reward_B)
-        correct_B = np.array([s.correct for s in scores], np.float32)
-        valid_B = out.finished_B[:real] | (not drop_truncated)
+        correct_B = np.array([score.correct for score in ordered], np.float32)
+        valid_B = samples.finished_B[:real] | (not drop_truncated)
         return Rollouts(
             prompts,
-            out.tokens_BT,
-            out.mask_BT,
-            out.logp_BT,
-            out.finished_B,
-            reward_B.astype(np.float32).reshape(-1, samples),
-            correct_B.reshape(-1, samples),
-            valid_B.reshape(-1, samples),
-            responses,
-            tuple(s.info for s in scores),
+            samples.tokens_BT,
+            samples.mask_BT,
+            samples.logp_BT,
+            samples.finished_B,
+            reward_B.astype(np.float32).reshape(-1, N),
+            correct_B.reshape(-1, N),
+            valid_B.reshape(-1, N),
+            tuple(texts[row] for row in range(real)),
+            tuple(score.info for score in ordered),
+            sampled_logp_BT=samples.sampled_logp_BT,
         )
 
     return collect
@@ -118,6 +112,7 @@ def learner_batch(
         mask_BT=rollouts.mask_BT & trained_B[:, None],
         advantage_B=np.asarray(advantage_PN).reshape(-1),
         sampler_logp_BT=rollouts.sampler_logp_BT,
+        sampled_logp_BT=rollouts.sampled_logp_BT,
         ref_logp_BT=rollouts.ref_logp_BT,
         length_BN=length_BN,
     )

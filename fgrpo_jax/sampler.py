@@ -1,153 +1,188 @@
-"""Samples responses: prefill once a group, then a jitted decode loop in chunks."""
+"""Samples responses: one prefill a prompt, and slots that its samples pass through.
 
-import dataclasses
-import functools
-from collections.abc import Callable
+The host's side. Between two chunks of the decode loop it gathers what was sampled, prefills more
+prompts, and moves the cache back to column 0, so that attention reads no more columns than the
+oldest row needs, rounded up to one of a few widths.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from flax import struct
-from jaxtyping import Array, Float, Int, Key
+import numpy as np
+from jaxtyping import Array
 
-from fgrpo_jax.model import Cache, Policy
-from fgrpo_jax.sharding import constrain
-from fgrpo_jax.structs import Samples
+from fgrpo_jax import distributed, sharding
+from fgrpo_jax.model import Policy
+from fgrpo_jax.slots import Layout, SamplerSettings, make_programs
+from fgrpo_jax.structs import Prompts, Response, Samples, Watch, unwatched
 
-
-@dataclasses.dataclass(frozen=True)
-class SamplerSettings:
-    """What is static in sampling."""
-
-    samples: int  # N, samples a prompt
-    response: int  # T, most tokens of a response
-    temperature: float  # 0: greedy
-    stop_ids: tuple[int, ...]
-    chunk: int  # decode steps between two looks of the host
-
-
-@struct.dataclass
-class _Loop:
-    """The decode loop's state."""
-
-    hidden_BD: Array  # of the newest token
-    cache: Cache
-    samples: Samples
-    t: Array  # response tokens so far
-    start_B: Array
-    key_B: Array
-
-
-def sample_token(logits_BV: Float[Array, "B V"], uniform_B: Float[Array, " B"]) -> Int[Array, " B"]:
-    """Draws from softmax(logits) by the inverse of its distribution function, on two levels:
-    first a block of about sqrt(V) tokens, then a token in it. One number of [0, 1) a row."""
-    B, V = logits_BV.shape
-    width = 1 << ((V - 1).bit_length() + 1) // 2
-    blocks = -(-V // width)
-    p_BV = jnp.exp(logits_BV - logits_BV.max(axis=-1, keepdims=True))
-    p_Bbw = jnp.pad(p_BV, [(0, 0), (0, blocks * width - V)]).reshape(B, blocks, width)
-    mass_Bb = p_Bbw.sum(axis=-1)
-    upto_Bb = jnp.cumsum(mass_Bb, axis=-1)
-    target_B = uniform_B * upto_Bb[:, -1]
-    block_B = _first_above(upto_Bb, mass_Bb, target_B)
-    before_Bb = upto_Bb - mass_Bb
-    rest_B = target_B - jnp.take_along_axis(before_Bb, block_B[:, None], axis=1)[:, 0]
-    p_Bw = jnp.take_along_axis(p_Bbw, block_B[:, None, None], axis=1)[:, 0]
-    return block_B * width + _first_above(jnp.cumsum(p_Bw, axis=-1), p_Bw, rest_B)
-
-
-def _first_above(upto_Bx: Array, p_Bx: Array, target_B: Array) -> Array:
-    """First index whose running sum exceeds the target; rounding may leave none: then the last
-    that has any probability. An index of probability 0 is never returned."""
-    above_Bx = (upto_Bx > target_B[:, None]) & (p_Bx > 0)
-    last_B = p_Bx.shape[1] - 1 - jnp.argmax(p_Bx[:, ::-1] > 0, axis=1)
-    return jnp.where(above_Bx.any(axis=1), jnp.argmax(above_Bx, axis=1), last_B).astype(jnp.int32)
+Stream = Callable[..., Iterator[list[Response]]]
+Stopped = Callable[[np.ndarray, int], int | None]
 
 
 def make_sampler(
-    policy: Policy, settings: SamplerSettings
-) -> Callable[[Any, Array, Array, Array], Samples]:
-    """The jitted sample(params, tokens_PC, length_P, key_B) -> Samples.
+    policy: Policy, settings: SamplerSettings, stopped: Stopped | None = None
+) -> Stream:
+    """stream(params, prompts, key, watch) -> lists of the Responses that have ended since the last.
 
-    Prompts are left-padded. Each row's tokens depend on its own key and prompt alone: token t is
-    drawn with fold_in(key, t), so that results do not depend on the batch around them. The
-    log-probability returned is that of the distribution sampled from, or at temperature 0 that
-    of the greedy token at temperature 1.
+    Prompts are this host's, and each of the N responses of prompt p has a row p * N + n. Results
+    depend neither on slots nor on the order of prompts or the mesh. `watch` is called after each
+    chunk of the loop, and may raise to abandon the rest.
+
+    Args:
+        stopped: (tokens so far, how many of them are new) -> the number of tokens to keep where
+            the text has come to a stop, else None. Asked between chunks.
     """
-    N, T = settings.samples, settings.response
+    programs = make_programs(policy, settings)
+    s, N, ragged = settings, settings.samples, policy.backends[1] == "ragged"
+    warm: set[Layout] = set()
 
-    @jax.jit
-    def prefill(
-        params: Any,
-        tokens_PC: Int[Array, "P C"],
-        length_P: Int[Array, " P"],
-        key_B: Key[Array, " B"],
-    ) -> _Loop:
-        with jax.named_scope("prefill"):
-            C = tokens_PC.shape[1]
-            start_P = C - length_P
-            hidden_PCD, cache = policy.prefill(params, tokens_PC, start_P)
+    def stream(
+        params: Any, prompts: Prompts, key: Array, watch: Watch = unwatched
+    ) -> Iterator[list[Response]]:
+        hosts, C = distributed.hosts(), prompts.tokens_PC.shape[1]
+        layout = Layout.of(s, len(prompts.length_P) * hosts, C, ragged)
+        shards = layout.shards // hosts  # that are this host's
+        groups = -(-layout.prompts // layout.group)
+        joined = _Joiner(s, layout, shards, stopped)
+        wanted = int(np.count_nonzero(prompts.length_P)) * N
+        now = dict(clock=C, oldest=C, given=0, free=True, alive=False)  # what the devices say
+        slots, room = programs.empty(params, layout)
+        ready = 0  # groups prefilled
+        ended_B = np.zeros(shards * layout.slots, bool)  # where text has stopped
 
-            def room(x_LPKCH):  # for the response, and for each sample its own
-                x = jnp.pad(x_LPKCH, [(0, 0)] * 3 + [(0, T), (0, 0)])
-                return constrain(jnp.repeat(x, N, axis=1), "LBKSH")
+        def prefill() -> None:
+            nonlocal room, ready
+            group = [
+                _to_rows(_group(x, shards, layout, ready))
+                for x in (prompts.tokens_PC, prompts.length_P, prompts.position_P)
+            ]
+            place = ready * layout.group % layout.waiting
+            room = programs.prefill(params, room, *group, np.int32(place))
+            ready += 1
 
-            B = key_B.shape[0]
-            samples = Samples(
-                tokens_BT=constrain(jnp.full((B, T), settings.stop_ids[0], jnp.int32), "BT"),
-                mask_BT=constrain(jnp.zeros((B, T), bool), "BT"),
-                logp_BT=constrain(jnp.zeros((B, T), jnp.float32), "BT"),
-                # the empty prompts that fill up a batch say nothing
-                finished_B=constrain(jnp.repeat(length_P == 0, N), "B"),
-            )
-            return _Loop(
-                hidden_BD=constrain(jnp.repeat(hidden_PCD[:, -1], N, axis=0), "BD"),
-                cache=jax.tree.map(room, cache),
-                samples=samples,
-                t=jnp.int32(0),
-                start_B=constrain(jnp.repeat(start_P, N, axis=0), "B"),
-                key_B=key_B,
-            )
+        def decode(steps: int, width: int) -> list[Response]:
+            nonlocal slots, now, ended_B
+            slots, records, status = programs.decode(
+                params, slots, room, np.int32(ready * layout.group), np.int32(now["clock"]), key,
+                _to_rows(ended_B), np.int32(steps), width=width,
+            )  # fmt: skip
+            ended, ended_B = joined(distributed.to_host(records, axis=1))
+            now = {name: x.item() for name, x in jax.device_get(status).items()}
+            return ended
 
-    def step(params: Any, loop: _Loop) -> _Loop:
-        s, t = loop.samples, loop.t
-        logits_BV = policy.logits(params, loop.hidden_BD, settings.temperature or 1.0)
-        if settings.temperature:
-            uniform_B = jax.vmap(lambda key: jax.random.uniform(jax.random.fold_in(key, t)))(
-                loop.key_B
-            )
-            token_B = sample_token(logits_BV, uniform_B)
-        else:
-            token_B = jnp.argmax(logits_BV, axis=-1).astype(jnp.int32)
-        chosen_B = jnp.take_along_axis(logits_BV, token_B[:, None], axis=1)[:, 0]
-        logp_B = chosen_B - jax.nn.logsumexp(logits_BV, axis=-1)
-        alive_B = ~s.finished_B
-        token_B = jnp.where(alive_B, token_B, settings.stop_ids[0])
-        put = functools.partial(jax.lax.dynamic_update_index_in_dim, index=t, axis=1)
-        samples = Samples(
-            tokens_BT=put(s.tokens_BT, token_B),
-            mask_BT=put(s.mask_BT, alive_B),
-            logp_BT=put(s.logp_BT, jnp.where(alive_B, logp_B, 0)),
-            finished_B=s.finished_B | jnp.isin(token_B, jnp.array(settings.stop_ids)),
-        )
-        prompt = loop.cache.k_LBKSH.shape[3] - T
-        hidden_BD, cache = policy.decode(params, token_B, loop.start_B, prompt + t, loop.cache)
-        return dataclasses.replace(
-            loop, hidden_BD=constrain(hidden_BD, "BD"), cache=cache, samples=samples, t=t + 1
-        )
+        def fill() -> None:
+            """Prefills until no slot is free, or the room is full."""
+            while (
+                ready < groups and (ready + 1) * layout.group <= now["given"] // N + layout.waiting
+            ):
+                prefill()
+                if now["free"] and ready < groups:
+                    decode(0, layout.cached)
 
-    @functools.partial(jax.jit, donate_argnums=1)
-    def decode_chunk(params: Any, loop: _Loop) -> tuple[_Loop, Array]:
-        with jax.named_scope("decode"):
-            end = jnp.minimum(loop.t + settings.chunk, T)
-            unfinished = lambda loop: (loop.t < end) & ~loop.samples.finished_B.all()
-            loop = jax.lax.while_loop(unfinished, functools.partial(step, params), loop)
-            return loop, (loop.t >= T) | loop.samples.finished_B.all()
+        for width in () if layout in warm else layout.widths:
+            decode(0, width)  # compiles all in the first call, and none in a later one
+            slots = programs.move_back(slots, np.int32(0))
+        warm.add(layout)
+        all_given = groups * layout.group * N
+        while now["alive"] or now["given"] < all_given:
+            fill()
+            # room for a waiting prompt stays before the clock
+            by = min(now["oldest"], now["clock"] - (C if now["given"] < all_given else 0))
+            end = now["clock"] + s.chunk
+            if layout.width(end - by) < layout.width(end):
+                slots = programs.move_back(slots, np.int32(by))
+                now["clock"] -= by
+            steps = min(s.chunk, layout.cached - now["clock"])
+            ended = decode(steps, layout.width(now["clock"] + steps))
+            watch(joined.responses, wanted, joined.tokens)
+            yield ended
 
-    def sample(params, tokens_PC, length_P, key_B) -> Samples:
-        loop, done = prefill(params, tokens_PC, length_P, key_B), False
-        while not done:
-            loop, done = decode_chunk(params, loop)
-        return loop.samples
+    return stream
 
-    return sample
+
+def gather(responses: Iterable[list[Response]], rows: int, settings: SamplerSettings) -> Samples:
+    """All responses of a call as arrays; rows that say nothing are masked."""
+    T = settings.response
+    samples = Samples(
+        tokens_BT=np.full((rows, T), settings.stop_ids[0], np.int32),
+        mask_BT=np.zeros((rows, T), bool),
+        logp_BT=np.zeros((rows, T), np.float32),
+        sampled_logp_BT=np.zeros((rows, T), np.float32) if settings.sampling.truncated else None,
+        finished_B=np.ones(rows, bool),
+    )
+    for response in (response for some in responses for response in some):
+        row, length = response.row, len(response.tokens)
+        samples.tokens_BT[row, :length] = response.tokens
+        samples.mask_BT[row, :length] = True
+        samples.logp_BT[row, :length] = response.logp
+        if samples.sampled_logp_BT is not None:
+            samples.sampled_logp_BT[row, :length] = response.sampled_logp
+        samples.finished_B[row] = response.finished
+    return samples
+
+
+def _group(x: np.ndarray, shards: int, layout: Layout, number: int) -> np.ndarray:
+    """The number-th prompts of each device of this host; the last are filled up with empty ones."""
+    x = x.reshape(shards, layout.prompts, *x.shape[1:])
+    x = x[:, number * layout.group : (number + 1) * layout.group]
+    pad = [(0, 0), (0, layout.group - x.shape[1])] + [(0, 0)] * (x.ndim - 2)
+    return np.pad(x, pad).reshape(shards * layout.group, *x.shape[2:])
+
+
+def _to_rows(x: np.ndarray) -> Array:
+    """This host's rows on the mesh of jax.set_mesh, if there is one."""
+    mesh = jax.sharding.get_mesh()
+    if mesh.empty:
+        return jnp.asarray(x)
+    return distributed.to_global(x, sharding.activation(mesh, "B" if x.ndim == 1 else "BT"))
+
+
+class _Joiner:
+    """Puts the records of the chunks together to responses."""
+
+    def __init__(
+        self, settings: SamplerSettings, layout: Layout, shards: int, stopped: Stopped | None
+    ):
+        self.settings, self.stopped = settings, stopped
+        slot = np.arange(shards * layout.slots)
+        self.first_row_B = slot // layout.slots * layout.prompts * settings.samples
+        self.open: dict[int, list[np.ndarray]] = {}  # row -> [tokens, logp, sampled logp] so far
+        self.responses = self.tokens = 0
+
+    def __call__(self, records: tuple[Any, ...]) -> tuple[list[Response], np.ndarray]:
+        """Takes (tokens, sample numbers, log-probabilities, ...) [T B] of a chunk; returns what
+        has ended, and in which slots the text has."""
+        token_TB, sample_TB, *logps = (x for x in records if x is not None)
+        ended_B = np.zeros(len(self.first_row_B), bool)
+        t, b = np.nonzero(sample_TB.T >= 0)[::-1]  # slot by slot, in the order of time
+        row = self.first_row_B[b] + sample_TB[t, b]
+        ended = []
+        bounds = np.flatnonzero(np.diff(row, prepend=-1, append=-1))
+        for begin, end in zip(bounds[:-1], bounds[1:], strict=True):
+            here = t[begin:end], b[begin:end]
+            new = [x[here] for x in (token_TB, *logps)]
+            response, on_device = self._add(int(row[begin]), new)
+            if response:
+                ended.append(response)
+                ended_B[b[begin]] |= not on_device
+        self.responses += len(ended)
+        self.tokens += len(row)
+        return ended, ended_B
+
+    def _add(self, row: int, new: list[np.ndarray]) -> tuple[Response | None, bool]:
+        """The row's Response if it has ended, and whether the device knows that it has."""
+        so_far = self.open.pop(row, [x[:0] for x in new])
+        arrays = [np.concatenate(pair) for pair in zip(so_far, new, strict=True)]
+        tokens = arrays[0]
+        finished = tokens[-1] in self.settings.stop_ids
+        on_device = finished or len(tokens) == self.settings.response
+        keep = self.stopped(tokens, len(new[0])) if self.stopped else None
+        if not on_device and keep is None:
+            self.open[row] = arrays
+            return None, False
+        tokens, logp, *sampled_logp = (x[:keep] for x in arrays)
+        sampled_logp = sampled_logp[0] if sampled_logp else None
+        return Response(row, tokens, logp, sampled_logp, finished or keep is not None), on_device

@@ -11,9 +11,9 @@ import numpy as np
 from fgrpo_jax import UserError, distributed
 from fgrpo_jax.numerics import group_statistics
 from fgrpo_jax.shaping import max_variance_subset
-from fgrpo_jax.structs import Prompts, Rollouts
+from fgrpo_jax.structs import Prompts, Rollouts, Watch, unwatched
 
-BY_ROW = "tokens_BT mask_BT sampler_logp_BT finished_B ref_logp_BT".split()
+BY_ROW = "tokens_BT mask_BT sampler_logp_BT sampled_logp_BT finished_B ref_logp_BT".split()
 BY_SAMPLE = "reward_PN correct_PN valid_PN".split()
 BY_PROMPT = "tokens_PC length_P position_P".split()
 
@@ -65,16 +65,16 @@ def mixed_groups(rollouts: Rollouts) -> np.ndarray:
     return ~np.asarray(groups.constant[:, 0])
 
 
-Draw = Callable[[Any, int, jax.Array], tuple[Rollouts, Rollouts, int]]
+Draw = Callable[[Any, int, jax.Array, Watch], tuple[Rollouts, Rollouts, int]]
 
 
 def make_draw(
-    collect: Callable[[Any, Prompts, jax.Array], Rollouts],
+    collect: Callable[[Any, Prompts, jax.Array, Watch], Rollouts],
     prompts_at: Callable[[int], Prompts],
     attempts: int,
     only_mixed: bool,
 ) -> Draw:
-    """draw(params, position, key) -> (the step's rollouts, all that were sampled, next position).
+    """draw(params, position, key, watch) -> (the step's rollouts, all sampled, next position).
 
     Where only groups with both right and wrong samples count (DAPO's dynamic sampling, arXiv
     2503.14476), batches of prompts are drawn until there are as many such groups as prompts in a
@@ -82,15 +82,17 @@ def make_draw(
     depend on its prompt's position alone, not on the attempt.
     """
 
-    def draw(params: Any, position: int, key: jax.Array) -> tuple[Rollouts, Rollouts, int]:
+    def draw(
+        params: Any, position: int, key: jax.Array, watch: Watch = unwatched
+    ) -> tuple[Rollouts, Rollouts, int]:
         if not only_mixed:
-            rollouts = collect(params, prompts_at(position), key)
+            rollouts = collect(params, prompts_at(position), key, watch)
             return rollouts, rollouts, position + 1
         parts: list[Rollouts] = []
         mixed: list[np.ndarray] = []  # of each part
         have = want = 0
         for attempt in range(attempts):
-            parts.append(collect(params, prompts_at(position + attempt), key))
+            parts.append(collect(params, prompts_at(position + attempt), key, watch))
             mixed.append(mixed_groups(parts[-1]))
             want = len(parts[0].prompts.problems)
             have += mixed[-1].sum()

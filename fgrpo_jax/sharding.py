@@ -5,7 +5,9 @@ heads and features. Weights keep Hugging Face's [out, in] order, a leading L whe
 stacked. The only file that holds a PartitionSpec.
 """
 
+import math
 import re
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -24,7 +26,7 @@ PARAMS = (  # path, axes
     (r"self_attn/o_proj/weight", (None, "fsdp", "tp", None)),  # LDQH
     (r"mlp/(gate|up)_proj/weight", (None, "tp", "fsdp")),  # LFD
     (r"mlp/down_proj/weight", (None, "fsdp", "tp")),  # LDF
-    (r"layers/(input|post_attention)_layernorm/weight", (None, None)),  # LD
+    (r"(input|post_attention)_layernorm/weight", (None, None)),  # LD
     (r"norm/weight", (None,)),  # D
 )
 
@@ -33,14 +35,19 @@ ACTIVATIONS = {
     "BTD": (ROWS, None, None),
     "BTF": (ROWS, None, "tp"),
     "BTQH": (ROWS, None, "tp", None),
+    "BQH": (ROWS, "tp", None),
+    "BKH": (ROWS, "tp", None),
     "BKSH": (ROWS, "tp", None, None),
     "LBKSH": (None, ROWS, "tp", None, None),
     "BV": (ROWS, "tp"),
+    "BXV": (ROWS, "tp", None),  # X: parts of the vocabulary
+    "TB": (None, ROWS),
     "BTV": (ROWS, None, "tp"),
     "B": (ROWS,),
     "BT": (ROWS, None),
     "ZZB": (None, None, ROWS),  # Z: minibatches, microbatches
     "ZZBT": (None, None, ROWS, None),
+    "": (),  # replicated, of any rank
 }
 
 
@@ -54,6 +61,23 @@ def constrain(x: jax.Array, axes: str) -> jax.Array:
     if jax.sharding.get_abstract_mesh().empty:
         return x
     return jax.lax.with_sharding_constraint(x, PartitionSpec(*ACTIVATIONS[axes]))
+
+
+def local(function: Callable[..., Any], in_axes: Any, out_axes: Any) -> Callable[..., Any]:
+    """The function run by every device on its own part of its arguments, on the mesh of
+    jax.set_mesh; without one, the function itself. The axes are trees of names in ACTIVATIONS,
+    a name for an array or for all arrays of a tree."""
+    if jax.sharding.get_abstract_mesh().empty:
+        return function
+    spec = lambda axes: PartitionSpec(*ACTIVATIONS[axes])
+    ins, outs = jax.tree.map(spec, in_axes), jax.tree.map(spec, out_axes)
+    return jax.shard_map(function, in_specs=ins, out_specs=outs, check_vma=False)
+
+
+def shards(*axes: str) -> int:
+    """Into how many parts these axes of jax.set_mesh's mesh cut; 1 without one."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return 1 if mesh.empty else math.prod(mesh.shape[axis] for axis in axes)
 
 
 def constrain_state(tree: Any) -> Any:

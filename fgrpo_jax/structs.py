@@ -1,6 +1,7 @@
 """The pytrees that flow: prompts -> rollouts -> learner batch -> train state."""
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -31,14 +32,33 @@ class Prompts:
     problems: tuple[Problem, ...]
 
 
-@struct.dataclass
-class Samples:
-    """What the sampler returns; column t is the t-th response token."""
+Watch = Callable[[int, int, int], None]  # told of (responses, of how many, tokens) so far
 
-    tokens_BT: Leaf  # int32 [B, T]
-    mask_BT: Leaf  # bool [B, T], true on every sampled token, the stop token included
-    logp_BT: Leaf  # float32 [B, T], of the token, under the distribution sampled from
-    finished_B: Leaf  # bool [B], a stop token was sampled
+
+def unwatched(responses: int, of: int, tokens: int) -> None:
+    """The Watch that looks away."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Response:
+    """What was sampled for a row, on the host."""
+
+    row: int  # prompt * N + sample
+    tokens: Int[np.ndarray, " t"]  # the stop token included
+    logp: Float[np.ndarray, " t"]  # of each token, under the policy at the sampler's temperature
+    sampled_logp: Float[np.ndarray, " t"] | None  # under what was sampled from; None: the same
+    finished: bool  # it came to a stop
+
+
+@dataclasses.dataclass(frozen=True)
+class Samples:
+    """All responses of a call, on the host; column t is the t-th response token."""
+
+    tokens_BT: Int[np.ndarray, "B T"]
+    mask_BT: Bool[np.ndarray, "B T"]  # true on every sampled token, the stop token included
+    logp_BT: Float[np.ndarray, "B T"]  # under the policy, temperature applied
+    sampled_logp_BT: Float[np.ndarray, "B T"] | None  # after truncation too; None: the same
+    finished_B: Bool[np.ndarray, " B"]  # it came to a stop within the limit
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,7 +68,7 @@ class Rollouts:
     prompts: Prompts
     tokens_BT: Int[np.ndarray, "B T"]
     mask_BT: Bool[np.ndarray, "B T"]
-    sampler_logp_BT: Float[np.ndarray, "B T"]
+    sampler_logp_BT: Float[np.ndarray, "B T"]  # of the sampler's policy, as Samples.logp_BT
     finished_B: Bool[np.ndarray, " B"]
     reward_PN: Float[np.ndarray, "P N"]  # shaped; the advantage is made of it
     correct_PN: Float[np.ndarray, "P N"]  # raw correctness, 0 or 1; the focal weight is made of it
@@ -56,6 +76,7 @@ class Rollouts:
     responses: tuple[str, ...]  # decoded, for judging and for reading; never tokenised again
     verdicts: tuple[str, ...]  # rewards.VERDICTS, one a response
     ref_logp_BT: Float[np.ndarray, "B T"] | None = None  # of the reference policy, if there is one
+    sampled_logp_BT: Float[np.ndarray, "B T"] | None = None  # of what was sampled from, as Samples
 
 
 @struct.dataclass
@@ -66,7 +87,8 @@ class LearnerBatch:
     start_B: Leaf  # int32 [B], column of the first real token
     mask_BT: Leaf  # bool [B, T], response tokens that are trained
     advantage_B: Leaf  # float32 [B], focal weight applied
-    sampler_logp_BT: Leaf  # float32 [B, T]
+    sampler_logp_BT: Leaf  # float32 [B, T], of the sampler's policy
+    sampled_logp_BT: Leaf = None  # float32 [B, T], of what was sampled from; None: the same
     ref_logp_BT: Leaf = None  # float32 [B, T], of the reference policy; None: no KL in the loss
     length_BN: Leaf = None  # int32 [B, N], trained tokens of the group's rows, its own first
 

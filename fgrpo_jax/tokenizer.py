@@ -1,5 +1,6 @@
 """Text to token ids and back, by the checkpoint's own tokenizer, chat template and stop ids."""
 
+import bisect
 import dataclasses
 import json
 import os
@@ -8,6 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jinja2
+import numpy as np
 
 from fgrpo_jax import UserError
 
@@ -81,6 +83,35 @@ class Tokenizer:
         if ids and ids[-1] in self.stop_ids:
             ids = ids[:-1]
         return self.backend.decode(ids, clean_up_tokenization_spaces=False)
+
+
+@dataclasses.dataclass(frozen=True)
+class StopStrings:
+    """Strings that end a response, beside the stop tokens."""
+
+    tokenizer: Tokenizer
+    strings: tuple[str, ...]
+
+    def stopped(self, tokens: np.ndarray, new: int) -> int | None:
+        """The number of tokens up to the one that completes the first of the strings, or None.
+
+        The last `new` tokens have not been looked at before.
+        """
+        decode = lambda end: self.tokenizer.backend.decode(
+            tokens[first:end].tolist(), clean_up_tokenization_spaces=False
+        )
+        # a string may have begun earlier, by a token a byte at most
+        first = max(0, len(tokens) - new - max(len(s.encode()) for s in self.strings))
+        if not any(string in decode(len(tokens)) for string in self.strings):
+            return None
+        complete = lambda end: any(string in decode(end) for string in self.strings)
+        ends = range(len(tokens) - new, len(tokens) + 1)
+        return ends[bisect.bisect_left(ends, True, key=complete)]
+
+    def text(self, tokens: np.ndarray) -> str:
+        """The response's text, up to the first of the strings."""
+        text = self.tokenizer.decode(tokens.tolist())
+        return text[: min((text.find(s) for s in self.strings if s in text), default=len(text))]
 
 
 def load(folder: pathlib.Path) -> Tokenizer:

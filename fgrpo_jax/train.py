@@ -13,6 +13,8 @@ from rich.console import Console
 
 from fgrpo_jax import (
     UserError,
+    attention,
+    cautions,
     config,
     distributed,
     metrics,
@@ -34,10 +36,13 @@ from fgrpo_jax.model import DTYPES, Policy
 from fgrpo_jax.objective import make_objective
 from fgrpo_jax.optimizer import make_optimizer, make_schedule
 from fgrpo_jax.reference import make_reference
-from fgrpo_jax.rollouts import Collect, learner_batch, make_collect
-from fgrpo_jax.sampler import SamplerSettings, make_sampler
+from fgrpo_jax.rollouts import learner_batch, make_collect
+from fgrpo_jax.sampler import Stream, make_sampler
+from fgrpo_jax.sampling import Sampling
 from fgrpo_jax.selection import Draw, make_draw, most_varied
+from fgrpo_jax.slots import SamplerSettings, slots_that_fit
 from fgrpo_jax.structs import LearnerBatch, Rollouts, TrainState
+from fgrpo_jax.tokenizer import StopStrings
 from fgrpo_jax.update import UpdateSettings, abstract_state, init_state, make_update
 
 
@@ -52,7 +57,7 @@ class Parts:
     advantage: Callable[[Rollouts], jax.Array]
     split: Callable[[Rollouts, jax.Array], LearnerBatch]
     update: Callable[[TrainState, LearnerBatch], tuple[TrainState, dict[str, jax.Array]]]
-    evaluate: Callable[[Any, jax.Array], dict[str, Any]]
+    evaluate: Callable[..., dict[str, Any]]
     checkpoints: Checkpoints
 
 
@@ -74,9 +79,9 @@ def train(c: Config, workdir: pathlib.Path, console: Console) -> dict[str, Any]:
 
         def evaluate_once(step: int) -> None:
             if all(record["step"] != step for record in evals.records):
-                evals.write(
-                    {"step": step, **parts.evaluate(parts.decode_params(state.params), eval_key)}
-                )
+                params = parts.decode_params(state.params)
+                result = parts.evaluate(params, eval_key, step, bar.watch)
+                evals.write({"step": step, **result})
 
         for step in range(first_step, c.steps):
             if step == 0 or (c.eval.every and step % c.eval.every == 0):
@@ -86,7 +91,7 @@ def train(c: Config, workdir: pathlib.Path, console: Console) -> dict[str, Any]:
             with watch("rollout"):  # prompts -> tokens -> scores
                 params = parts.decode_params(state.params)
                 try:
-                    rollouts, drawn, draws = parts.draw(params, draws, key)
+                    rollouts, drawn, draws = parts.draw(params, draws, key, bar.watch)
                 except UserError:
                     parts.checkpoints.save(state, step)
                     raise
@@ -106,6 +111,7 @@ def train(c: Config, workdir: pathlib.Path, console: Console) -> dict[str, Any]:
                     f"step {step + 1}: loss or gradient is not finite; nothing of it was saved"
                 )
             record = metrics.rollout_metrics(drawn) | numbers
+            record["drift_alarm"] = int(numbers["drift_mean"] > c.rollout.max_drift)
             record |= watch.metrics(distributed.total(drawn.mask_BT.sum())) | clock.read()
             log.write({"step": step + 1, **record})
             bar.show(step + 1, record)
@@ -147,7 +153,9 @@ def build(
     shape = weights.model_config(folder)
     mesh = sharding.make_mesh(*validation.check_mesh(c, jax.device_count()))
     tokenizer = tokenizers.load(folder)
-    policy = Policy(shape, DTYPES[c.model.dtype](), c.model.remat == "full", tokenizer.size)
+    dtype, platform = DTYPES[c.model.dtype](), jax.default_backend()
+    backends = attention.resolve(c.model.attention, platform, dtype, shape.head_size)
+    policy = Policy(shape, dtype, c.model.remat == "full", tokenizer.size, backends)
     weights.check(folder, policy)
     reference_folder = folder
     if c.kl.reference:
@@ -178,29 +186,41 @@ def build(
     stack.enter_context(jax.set_mesh(mesh))
     checkpoints = stack.enter_context(Checkpoints(workdir / "checkpoints", c.checkpoint.keep))
 
-    def collector(samples: int, temperature: float, training: bool) -> Collect:
-        settings = SamplerSettings(
-            samples, c.rollout.max_response, temperature, tokenizer.stop_ids, c.rollout.chunk
-        )
-        return make_collect(
-            make_sampler(policy, settings),
-            samples,
-            tokenizer,
-            scorer,
-            mesh,
-            c.score.wrong,
-            c.score.right,
-            drop_truncated=training and c.algo.truncated == "drop",
-        )
+    stop = StopStrings(tokenizer, c.data.stop) if c.data.stop else None
+    text_of = stop.text if stop else lambda tokens: tokenizer.decode(tokens.tolist())
 
-    collect = collector(c.algo.group_size, c.rollout.temperature, training=True)
+    def sampler(samples: int, sampling: Sampling, columns: int) -> tuple[Stream, SamplerSettings]:
+        settings = SamplerSettings(
+            samples, c.rollout.max_response, sampling, tokenizer.stop_ids, c.rollout.chunk,
+            c.rollout.slots, c.rollout.waiting, c.rollout.prefill,
+        )  # fmt: skip
+        if not c.rollout.slots:
+            slots = slots_that_fit(policy, settings, columns, c.rollout.cache_gib)
+            settings = dataclasses.replace(settings, slots=slots)
+        return make_sampler(policy, settings, stop and stop.stopped), settings
+
+    train_sampling = Sampling(
+        c.rollout.temperature, c.rollout.top_k, c.rollout.top_p, c.rollout.min_p
+    )
+    eval_sampling = Sampling(c.eval.temperature, c.eval.top_k, c.eval.top_p, c.eval.min_p)
+    collect = make_collect(
+        *sampler(c.algo.group_size, train_sampling, train_set.width),
+        text_of,
+        scorer,
+        c.score.wrong,
+        c.score.right,
+        drop_truncated=c.algo.truncated == "drop",
+    )
     size, share = c.rollout.prompts, distributed.share(c.rollout.prompts)
     evaluate = make_evaluate(
-        collector(c.eval.samples, c.eval.temperature, training=False),
+        sampler(c.eval.samples, eval_sampling, held_out.width)[0],
+        text_of,
+        scorer,
         held_out,
         c.eval.problems,
-        size,
         c.eval.samples,
+        mesh.shape["replica"] * mesh.shape["fsdp"],
+        workdir / "evaluation",
     )
     settings = UpdateSettings(
         objective=make_objective(c),
@@ -208,10 +228,11 @@ def build(
         epochs=c.learn.epochs,
         logit_chunk=c.learn.logit_chunk,
     )
+    unroll = c.rollout.unroll == "yes" or (c.rollout.unroll == "auto" and platform != "tpu")
     minibatches = size // c.learn.minibatch
     rows = validation.minibatch_rows(c)
     microbatches = rows // min(rows, c.learn.microbatch)
-    for warning in validation.warnings(c, config.default()):
+    for warning in cautions.warnings(c, config.default()):
         console.print(f"warning: {warning}")
     state = checkpoints.restore(abstract)
     if state is None:
@@ -227,9 +248,9 @@ def build(
     as_is = lambda rollouts: rollouts
     workdirs.claim(c, workdir)
     return Parts(
-        decode_params=weights.make_decode_params(policy, mesh),
+        decode_params=weights.make_decode_params(policy, mesh, unroll),
         draw=make_draw(
-            lambda *arguments: collect(*arguments)(),
+            collect,
             lambda position: prompts.batch_at(train_set, position, size, c.seed, share),
             c.rollout.attempts,
             c.rollout.dynamic,

@@ -1,4 +1,4 @@
-"""What a config must satisfy: one clear sentence a mistake, and warnings of what is odd."""
+"""What a config must satisfy: one clear sentence a mistake."""
 
 import math
 from typing import Any, NamedTuple
@@ -40,6 +40,7 @@ ADVANTAGES = (
 ).split()
 CHOICES = {
     "model.dtype": "auto float32 bfloat16".split(),
+    "model.attention": "auto xla splash cudnn".split(),
     "model.remat": "none full".split(),
     "algo.name": list(ALGORITHMS),
     "algo.aggregator": AGGREGATORS,
@@ -50,21 +51,25 @@ CHOICES = {
     "kl.estimator": "k1 k2 k3 abs k1+ k3+".split(),
     "importance.kind": "none truncate mask".split(),
     "importance.level": "token sequence".split(),
+    "rollout.unroll": "auto yes no".split(),
 }
 POSITIVE = (
     "steps rollout.prompts rollout.max_response rollout.chunk rollout.temperature "
-    "rollout.attempts learn.minibatch learn.microbatch learn.epochs learn.logit_chunk "
-    "algo.pass_k algo.tau_right algo.tau_wrong data.max_prompt score.workers score.timeout "
-    "checkpoint.every checkpoint.keep eval.samples eval.problems optim.lr optim.clip_norm "
-    "mesh.replica mesh.tp sft.steps sft.rows importance.high"
+    "rollout.attempts rollout.cache_gib rollout.prefill rollout.max_drift rollout.top_p "
+    "learn.minibatch learn.microbatch learn.epochs learn.logit_chunk algo.pass_k algo.tau_right "
+    "algo.tau_wrong data.max_prompt score.workers score.timeout checkpoint.every checkpoint.keep "
+    "eval.samples eval.problems eval.top_p optim.lr optim.clip_norm mesh.replica mesh.tp "
+    "sft.steps sft.rows importance.high"
 ).split()
 NOT_NEGATIVE = (
     "seed algo.focal_gamma algo.clip_low algo.clip_high algo.dual_clip algo.std_eps "
     "algo.smooth_right algo.smooth_wrong algo.lambda_ratio algo.lambda_lr algo.entropy_coef "
     "kl.coef importance.low score.overlong_buffer score.overlong_factor score.unlikeliness "
-    "rollout.subset optim.warmup optim.decay_start optim.weight_decay eval.every "
-    "eval.temperature sft.slips"
+    "rollout.subset rollout.slots rollout.waiting rollout.top_k rollout.min_p optim.warmup "
+    "optim.decay_start optim.weight_decay eval.every eval.temperature eval.top_k eval.min_p "
+    "sft.slips"
 ).split()
+AT_MOST_1 = "rollout.top_p rollout.min_p eval.top_p eval.min_p score.unlikeliness".split()
 
 
 def keys(c: Config, prefix: str = "") -> dict[str, Any]:
@@ -105,6 +110,8 @@ def validate(c: Config) -> Config:
         need(flat[key] > 0, f"{key} is {flat[key]}: it must be above 0")
     for key in NOT_NEGATIVE:
         need(flat[key] >= 0, f"{key} is {flat[key]}: it must not be below 0")
+    for key in AT_MOST_1:
+        need(flat[key] <= 1, f"{key} is {flat[key]}: it must be at most 1")
     need(c.mesh.fsdp > 0 or c.mesh.fsdp == -1, "mesh.fsdp must be above 0, or -1 for all devices")
     _check_data(c)
     _check_clips(c, published)
@@ -119,6 +126,10 @@ def _check_data(c: Config) -> None:
         c.reward in EXTRACT or all(c.reward.partition(":")),
         f"reward is {c.reward!r}: it must be one of {', '.join(EXTRACT)}, reasoning_gym:TASK or "
         "module:function",
+    )
+    need(
+        all(c.data.stop),
+        "data.stop holds an empty string, which would end every response: leave it out",
     )
     need(
         "{problem}" in c.data.template,
@@ -204,10 +215,6 @@ def _check_penalties(c: Config) -> None:
         f"score.overlong_buffer is {c.score.overlong_buffer}: it must be at most "
         f"rollout.max_response, {c.rollout.max_response}",
     )
-    need(
-        c.score.unlikeliness <= 1,
-        f"score.unlikeliness is {c.score.unlikeliness}: it must be at most 1, all of the reward",
-    )
 
 
 def _check_batches(c: Config) -> None:
@@ -238,59 +245,6 @@ def minibatch_rows(c: Config) -> int:
 def updates_a_step(c: Config) -> int:
     """Optimizer updates of a rollout step."""
     return c.rollout.prompts // c.learn.minibatch * c.learn.epochs
-
-
-ONLY_WITH = {  # key -> the key and the values with which it is read
-    "algo.tau_right": ("algo.name", ["sapo"]),
-    "algo.tau_wrong": ("algo.name", ["sapo"]),
-    "algo.pass_k": ("algo.advantage", ["pkpo"]),
-    "algo.smooth_right": ("algo.advantage", ["ds_grpo"]),
-    "algo.smooth_wrong": ("algo.advantage", ["ds_grpo"]),
-    "algo.domain_weight": ("algo.advantage", ["disco"]),
-    "algo.lambda_ratio": ("algo.aggregator", ["lambda_grpo"]),
-    "algo.lambda_lr": ("algo.aggregator", ["lambda_grpo"]),
-    "importance.level": ("importance.kind", ["truncate", "mask"]),
-    "importance.high": ("importance.kind", ["truncate", "mask"]),
-    "importance.low": ("importance.kind", ["mask"]),
-    "rollout.attempts": ("rollout.dynamic", [True]),
-}
-
-
-def warnings(c: Config, default: Config) -> list[str]:
-    """Sentences on what a validated config can do and hardly means to."""
-    flat, plain = keys(c), keys(default)
-    updates, wide = updates_a_step(c), max(c.algo.clip_low, c.algo.clip_high)
-    found = {
-        f"{key} is {flat[key]} and nothing reads it: {other} is {flat[other]}": (
-            flat[key] != plain[key] and flat[other] not in values
-        )
-        for key, (other, values) in ONLY_WITH.items()
-    }
-    found |= {
-        f"the learning rate is 0 from rollout step {c.optim.decay_end} (optim.decay_end) to "
-        f"{c.steps}, the run's last": 0 < c.optim.decay_end < c.steps,
-        f"{c.algo.name} bounds the ratio of a whole sequence, and {wide:g} is a bound for single "
-        "tokens: it will hardly ever clip; the paper has 3e-4 and 4e-4": (
-            c.algo.name.startswith("gspo") and wide > 0.05
-        ),
-        "kl.estimator k1 in the loss has a gradient of mean 0: take k2, k3 or k1+": (
-            c.kl.coef > 0 and c.kl.place == "loss" and c.kl.estimator == "k1"
-        ),
-        "score.overlong_buffer lowers the reward of long samples whose loss algo.truncated takes "
-        "out where they are longest": c.score.overlong_buffer > 0 and c.algo.truncated != "keep",
-        f"{c.algo.name} never clips here: with one optimizer update a step all ratios are 1": (
-            updates == 1 and c.algo.name in ("gspo", "gspo_token", "gmpo")
-        ),
-        f"reinforce corrects for no ratio, and {updates} optimizer updates a step leave the policy "
-        "that sampled": updates > 1 and c.algo.name == "reinforce",
-        f"rollout.subset is all {c.algo.group_size} samples of a group: nothing is chosen": (
-            c.rollout.subset == c.algo.group_size
-        ),
-        "rollout.dynamic drops the groups without a right answer, which ngrpo is to learn from": (
-            c.rollout.dynamic and c.algo.advantage == "ngrpo"
-        ),
-    }
-    return [sentence for sentence, holds in found.items() if holds]
 
 
 def check_mesh(c: Config, devices: int) -> tuple[int, int, int]:

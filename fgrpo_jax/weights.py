@@ -206,11 +206,23 @@ def _read_slice(
         os.close(descriptor)
 
 
-def make_decode_params(policy: Policy, mesh: Mesh) -> Callable[[Any], Any]:
+def make_decode_params(policy: Policy, mesh: Mesh, unroll: bool = False) -> Callable[[Any], Any]:
     """The jitted decode_params(params): a copy in the `decode` layout and the compute dtype, so
-    that no weight is gathered or cast inside the decode loop."""
-    cast = lambda params: jax.tree.map(lambda x: x.astype(policy.dtype), params)
-    return jax.jit(cast, out_shardings=sharding.state_shardings(mesh, _shapes(policy), "decode"))
+    that no weight is gathered or cast inside the decode loop.
+
+    unroll: whether each layer is a block of its own, so that none is cut out of a stack there
+    either; the program grows with the layers.
+    """
+
+    def decode_params(params: Any) -> Any:
+        params = jax.tree.map(lambda x: x.astype(policy.dtype), params)
+        if not unroll:
+            return params
+        block = lambda i: jax.tree.map(lambda x: x[i : i + 1], params["layers"])
+        return params | {"layers": tuple(map(block, range(policy.config.layers)))}
+
+    shapes = jax.eval_shape(decode_params, _shapes(policy))
+    return jax.jit(decode_params, out_shardings=sharding.state_shardings(mesh, shapes, "decode"))
 
 
 def export(folder: pathlib.Path, params: Any, like: pathlib.Path) -> None:

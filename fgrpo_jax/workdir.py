@@ -9,7 +9,8 @@ from fgrpo_jax.config import Config
 
 MAY_CHANGE = (  # what leaves the results as they are, but for float32 rounding
     "steps checkpoint.every checkpoint.keep eval.every rollout.attempts score.workers "
-    "score.timeout model.remat "
+    "score.timeout model.remat model.attention rollout.slots rollout.cache_gib rollout.waiting "
+    "rollout.prefill rollout.chunk rollout.unroll rollout.max_drift "
     "learn.microbatch learn.logit_chunk mesh.replica mesh.fsdp mesh.tp"
 ).split()
 
@@ -23,7 +24,7 @@ def check(c: Config, workdir: pathlib.Path) -> None:
         theirs = dict(json.loads(path.read_text()))
     except (ValueError, TypeError) as error:
         raise UserError(f"{path} is no config of a run: give another --workdir") from error
-    mine = config.keys(c)
+    mine = json.loads(json.dumps(config.keys(c)))  # lists for tuples
     differ = [
         f"{key} (there {theirs.get(key)!r}, here {mine.get(key)!r})"
         for key in sorted(mine.keys() | theirs.keys())

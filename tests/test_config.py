@@ -5,7 +5,7 @@ from inspect import getsource
 import pytest
 
 import fgrpo_jax
-from fgrpo_jax import UserError, config, validation
+from fgrpo_jax import UserError, cautions, config, validation
 
 PACKAGE = pathlib.Path(fgrpo_jax.__file__).parent
 CONFIGS = sorted((PACKAGE.parent / "configs").glob("*.py"))
@@ -156,7 +156,7 @@ def test_what_does_not_fit_together_gets_one_sentence(tmp_path, overrides, messa
 def test_what_is_odd_is_warned_of(tmp_path, overrides, message):
     (warning,) = [
         sentence
-        for sentence in validation.warnings(
+        for sentence in cautions.warnings(
             config.load(write(tmp_path, PLAIN), overrides), config.default()
         )
         if message in sentence
@@ -166,7 +166,7 @@ def test_what_is_odd_is_warned_of(tmp_path, overrides, message):
 
 def test_the_shipped_configs_are_not_odd():
     for path in CONFIGS:
-        assert not validation.warnings(config.load(str(path)), config.default()), path
+        assert not cautions.warnings(config.load(str(path)), config.default()), path
 
 
 def test_none_means_published_again(tmp_path):

@@ -12,12 +12,14 @@ import fgrpo_jax
 PACKAGE = pathlib.Path(fgrpo_jax.__file__).parent
 ROWS = [
     "structs sharding distributed numerics forms answers",
-    "validation fields arithmetic",
-    "config advantages losses kl aggregators shaping pass_at_k tokenizer sources",
+    "validation fields arithmetic attention",
+    "config cautions layers sampling advantages losses kl aggregators shaping pass_at_k "
+    "tokenizer sources",
     "workdir model optimizer prompts metrics objective estimators selection judge",
-    "weights logprobs sampler checkpoint rewards rlvr_dataset",
-    "rollouts update",
-    "evaluate report reference",
+    "weights logprobs slots checkpoint rewards rlvr_dataset",
+    "sampler update",
+    "rollouts evaluate",
+    "report reference",
     "train sft bench",
     "main",
 ]

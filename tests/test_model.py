@@ -59,12 +59,42 @@ def test_decode_equals_the_full_forward(policy, params):
     start = jnp.array([0, 2])
     full = policy.hidden(params, ids, start)
     hidden, cache = policy.prefill(params, ids[:, :4], start)
-    np.testing.assert_allclose(hidden[0], full[0, :4], rtol=1e-5, atol=1e-5)
-    np.testing.assert_allclose(hidden[1, 2:], full[1, 2:4], rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(hidden, full[:, 3], rtol=1e-5, atol=1e-5)
     cache = jax.tree.map(lambda x: jnp.pad(x, [(0, 0)] * 3 + [(0, 5), (0, 0)]), cache)
     for column in range(4, 9):
-        hidden, cache = policy.decode(params, ids[:, column], start, jnp.int32(column), cache)
+        width = None if column % 2 else column  # all columns are read, or just those before
+        args = (params, ids[:, column], start, jnp.int32(column), cache, width)
+        hidden, cache = policy.decode(*args)
         np.testing.assert_allclose(hidden, full[:, column], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("pieces", [(4, 9), (1, 2, 9), (8, 9)])
+def test_prefill_in_pieces(policy, params, pieces):
+    ids = jax.random.randint(jax.random.key(2), (3, 9), 0, 48)
+    start = jnp.array([0, 2, 6])
+    hidden, cache = policy.prefill(params, ids, start)
+    so_far, begin = None, 0
+    for end in pieces:
+        last, new = policy.prefill(params, ids[:, begin:end], start, so_far)
+        join = lambda *x: jnp.concatenate(x, axis=3)
+        so_far, begin = jax.tree.map(join, so_far, new) if so_far else new, end
+    np.testing.assert_allclose(last, hidden, rtol=1e-5, atol=1e-5)
+    real = np.asarray(start)[None, :, None, None, None] <= np.arange(9)[None, None, None, :, None]
+    for a, b in zip(jax.tree.leaves(so_far), jax.tree.leaves(cache), strict=True):
+        np.testing.assert_allclose(np.where(real, a, 0), np.where(real, b, 0), atol=1e-5)
+
+
+def test_blocks_of_layers_follow_each_other(policy, params):
+    """However the layers are cut into blocks, the policy is the same."""
+    ids = jax.random.randint(jax.random.key(2), (2, 5), 0, 48)
+    start = jnp.array([0, 2])
+    blocks = tuple(jax.tree.map(lambda x, i=i: x[i : i + 1], params["layers"]) for i in range(2))
+    cut = params | {"layers": blocks}
+    np.testing.assert_allclose(
+        policy.hidden(cut, ids, start), policy.hidden(params, ids, start), rtol=1e-5, atol=1e-5
+    )
+    _, cache = policy.prefill(cut, ids, start)
+    assert [x.shape[0] for x in cache.k_LBKSH] == [1, 1]
 
 
 def test_unwritten_cache_is_never_read(policy, params):
@@ -113,9 +143,9 @@ def test_bfloat16_is_near(policy, params):
 def test_cache_is_written_only_at_its_column(policy, params):
     zeros = jnp.zeros((2, 1, 2, 6, 8))
     _, cache = policy.decode(
-        params, jnp.array([3]), jnp.zeros(1, jnp.int32), jnp.int32(2), Cache(zeros, zeros)
+        params, jnp.array([3]), jnp.zeros(1, jnp.int32), jnp.int32(2), Cache((zeros,), (zeros,))
     )
-    written = np.abs(np.asarray(cache.k_LBKSH)).sum((0, 1, 2, 4))
+    written = np.abs(np.asarray(cache.k_LBKSH[0])).sum((0, 1, 2, 4))
     assert (written > 0).tolist() == [False, False, True, False, False, False]
 
 

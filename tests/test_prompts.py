@@ -151,14 +151,6 @@ def test_positions_are_never_used_twice(tmp_path, tiny):
     assert positions == list(range(16))
 
 
-def test_batches_of_a_held_out_set_are_filled_up(tmp_path, tiny):
-    loaded = load(numbered(tmp_path, 7), tiny)
-    batches = list(prompts.batches_of(loaded, 6, 4, slice(None)))
-    assert [p.text for b in batches for p in b.problems] == list("012345")
-    assert batches[1].length_P.tolist()[2:] == [0, 0]
-    assert len(list(prompts.batches_of(loaded, 100, 4, slice(None)))) == 2
-
-
 SOURCES = {"a": 5, "b": 3, "c": 11}  # problems of each
 
 

@@ -8,12 +8,12 @@ import pytest
 from fgrpo_jax import rewards, sharding, tokenizer, weights
 from fgrpo_jax.advantages import success_rate
 from fgrpo_jax.answers import Score
-from fgrpo_jax.evaluate import make_evaluate
 from fgrpo_jax.metrics import rollout_metrics
-from fgrpo_jax.pass_at_k import pass_at_k
 from fgrpo_jax.prompts import PromptSet
 from fgrpo_jax.rollouts import learner_batch, make_collect
-from fgrpo_jax.structs import Problem, Samples
+from fgrpo_jax.sampling import Sampling
+from fgrpo_jax.slots import SamplerSettings
+from fgrpo_jax.structs import Problem, Response, unwatched
 
 N, T, C = 4, 5, 8
 
@@ -29,37 +29,47 @@ def prompt_set(tiny, answers):
     return PromptSet(problems, tokens, C, {})
 
 
-def scripted(tiny, says):
-    """A sampler whose sample j of the prompt at position p says says(p, j)."""
+SETTINGS = SamplerSettings(N, T, Sampling(), (0,))
 
-    def sample(params, tokens_PC, length_P, key_B):
-        tokens = np.zeros((len(key_B), T), np.int32)
-        mask = np.zeros((len(key_B), T), bool)
-        for b in range(len(key_B)):
-            first = int(tokens_PC[b // N, -1]) - 1  # prompt i is made of the token i + 1
-            (ids,) = tiny.encode([says(first, b % N)])
-            ids = [*ids, tiny.stop_ids[0]][:T]
-            tokens[b, : len(ids)] = ids
-            mask[b, : len(ids)] = True
-        finished = np.isin(tokens, tiny.stop_ids).any(1)
-        logp = np.where(mask, -0.5, 0).astype(np.float32)
-        return jax.tree.map(jnp.asarray, Samples(tokens, mask, logp, finished))
 
-    return sample
+def scripted(tiny, says, chunk=3):
+    """A stream whose sample j of the prompt i says says(i, j); so many responses end at a time."""
+
+    def stream(params, prompts, key, watch=unwatched):
+        responses = []
+        for row in range(len(prompts.problems) * N):
+            first = int(prompts.tokens_PC[row // N, -1]) - 1  # prompt i is made of the token i + 1
+            (ids,) = tiny.encode([says(first, row % N)])
+            tokens = np.array([*ids, tiny.stop_ids[0]][:T], np.int32)
+            logp = np.full(len(tokens), -0.5, np.float32)
+            finished = bool(np.isin(tokens, tiny.stop_ids).any())
+            responses.append(Response(row, tokens, logp, None, finished))
+        responses = responses[::-1]  # in any order
+        for begin in range(0, len(responses), chunk):
+            yield responses[begin : begin + chunk]
+
+    return stream
+
+
+def text_of(tiny):
+    return lambda tokens: tiny.decode(tokens.tolist())
+
+
+def collector(tiny, says, scorer, **kwargs):
+    return make_collect(scripted(tiny, says), SETTINGS, text_of(tiny), scorer, **kwargs)
 
 
 @pytest.fixture(scope="module")
 def collect(tiny):
-    mesh = sharding.make_mesh(1, 1, 8)
     says = lambda prompt, j: "1" if j <= prompt else "22222"  # the latter is cut off
     with rewards.Scorer("exact", 1, 1.0) as scorer:
-        yield make_collect(scripted(tiny, says), N, tiny, scorer, mesh)
+        yield collector(tiny, says, scorer)
 
 
 def gather(tiny, collect, answers):
     loaded = prompt_set(tiny, answers)
     everything = np.arange(len(answers))
-    return collect(None, loaded.batch(everything, everything), jax.random.key(0))()
+    return collect(None, loaded.batch(everything, everything), jax.random.key(0))
 
 
 def test_scores_belong_to_their_rows(tiny, collect):
@@ -117,7 +127,7 @@ def test_dropped_samples_leave_their_group(tiny):
     mesh = sharding.make_mesh(1, 1, 8)
     says = lambda prompt, j: "1" if j <= prompt else "22222"
     with rewards.Scorer("exact", 1, 1.0) as scorer:
-        dropping = make_collect(scripted(tiny, says), N, tiny, scorer, mesh, drop_truncated=True)
+        dropping = collector(tiny, says, scorer, drop_truncated=True)
         rollouts = gather(tiny, dropping, ["1", "9"])
     assert rollouts.valid_PN.tolist() == [[True, False, False, False], [True, True, False, False]]
     assert success_rate(jnp.asarray(rollouts.correct_PN), rollouts.valid_PN).tolist() == [1, 0]
@@ -141,48 +151,17 @@ def test_lengths_of_the_group_own_first(tiny, collect):
 def test_rewards_of_any_two_values(tiny, collect):
     with rewards.Scorer("exact", 1, 1.0) as scorer:
         says = lambda prompt, j: "1" if j <= prompt else "2"
-        mesh = sharding.make_mesh(1, 1, 8)
-        other = make_collect(scripted(tiny, says), N, tiny, scorer, mesh, wrong=-1.0, right=2.0)
+        other = collector(tiny, says, scorer, wrong=-1.0, right=2.0)
         rollouts = gather(tiny, other, ["1", "1"])
-        uneven = make_collect(scripted(tiny, says), N, tiny, scorer, mesh, wrong=-0.3, right=0.1)
+        uneven = collector(tiny, says, scorer, wrong=-0.3, right=0.1)
         exact = gather(tiny, uneven, ["1", "1"]).reward_PN
     assert set(exact.reshape(-1)) == {np.float32(-0.3), np.float32(0.1)}
     assert rollouts.reward_PN.tolist() == [[2, -1, -1, -1], [2, 2, -1, -1]]
     assert rollouts.correct_PN.tolist() == [[1, 0, 0, 0], [1, 1, 0, 0]]
 
 
-@pytest.mark.parametrize("batch", [2, 3, 5])
-def test_evaluation_in_any_batch(tiny, collect, batch):
-    held_out = prompt_set(tiny, ["1", "9", "1", "1", "1"])
-    evaluate = make_evaluate(collect, held_out, 4, batch, N)
-    out = evaluate(None, jax.random.key(0))
-    counts = np.array([1, 0, 3, 4])  # of the first four problems
-    for k in (1, 2, 4):
-        assert out[f"pass@{k}"] == pytest.approx(pass_at_k(counts, N, k).mean())
-    assert out["by_kind"] == {"kind0": pytest.approx(4 / 8), "kind1": pytest.approx(4 / 8)}
-
-
-def test_keys_follow_the_prompt_and_the_sample(tiny):
-    seen = []
-
-    def sample(params, tokens_PC, length_P, key_B):
-        seen.append(jax.random.key_data(key_B))
-        return scripted(tiny, lambda p, j: "1")(params, tokens_PC, length_P, key_B)
-
-    loaded = prompt_set(tiny, ["1"] * 4)
-    with rewards.Scorer("exact", 1, 1.0) as scorer:
-        collect = make_collect(sample, N, tiny, scorer, sharding.make_mesh(1, 1, 8))
-        for positions in ([0, 1, 2, 3], [2, 3], [3]):
-            indices = np.array(positions)
-            collect(None, loaded.batch(indices, indices), jax.random.key(5))
-    whole, pair, single = (np.asarray(x) for x in seen)
-    np.testing.assert_array_equal(whole[8:], pair)
-    np.testing.assert_array_equal(whole[12:], single)
-    assert len({tuple(key) for key in whole}) == 16
-
-
-def test_judges_work_while_the_next_batch_is_sampled(tiny):
-    """In an evaluation a batch's scores are awaited after the next one is sampled."""
+def test_responses_are_judged_as_they_end(tiny):
+    """The first are with the judges while others are sampled; scores are awaited at the end."""
     events = []
 
     class Judge(rewards.Scorer):
@@ -190,17 +169,19 @@ def test_judges_work_while_the_next_batch_is_sampled(tiny):
             pass
 
         def start(self, problems, responses, finished):
-            number = len([event for event in events if event.startswith("began")])
-            events.append(f"began {number}")
+            events.append(f"began {len(responses)}")
 
             def scores():
-                events.append(f"awaited {number}")
+                events.append("awaited")
                 yield from [Score(1.0, True, "right")] * len(responses)
 
             return scores()
 
-    mesh = sharding.make_mesh(1, 1, 8)
-    collect = make_collect(scripted(tiny, lambda p, j: "1"), N, tiny, Judge(), mesh)
-    held_out = prompt_set(tiny, ["1"] * 6)
-    assert make_evaluate(collect, held_out, 6, 2, N)(None, jax.random.key(0))["pass@1"] == 1
-    assert events == ["began 0", "began 1", "awaited 0", "began 2", "awaited 1", "awaited 2"]
+    def stream(*arguments):
+        for some in scripted(tiny, lambda p, j: "1", chunk=2)(*arguments):
+            events.append("sampled")
+            yield some
+
+    collect = make_collect(stream, SETTINGS, text_of(tiny), Judge())
+    assert gather(tiny, collect, ["1"]).reward_PN.tolist() == [[1] * N]
+    assert events == ["sampled", "began 2"] * 2 + ["awaited"] * 2

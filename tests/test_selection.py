@@ -67,14 +67,18 @@ def test_mixed_groups_are_by_valid_raw_correctness():
 
 
 def test_without_dynamic_sampling_each_step_is_a_batch():
-    draw = make_draw(lambda params, prompts, key: labelled(prompts), lambda i: i * P, 1, False)
+    draw = make_draw(
+        lambda params, prompts, key, watch: labelled(prompts), lambda i: i * P, 1, False
+    )
     out, drawn, position = draw(None, 4, jax.random.key(0))
     assert out is drawn and position == 5
     assert out.prompts.position_P.tolist() == [12, 13, 14]
 
 
 def test_dynamic_sampling_draws_until_the_batch_is_full():
-    draw = make_draw(lambda params, prompts, key: labelled(prompts), lambda i: i * P, 3, True)
+    draw = make_draw(
+        lambda params, prompts, key, watch: labelled(prompts), lambda i: i * P, 3, True
+    )
     out, drawn, position = draw(None, 0, jax.random.key(0))
     consistent(out)
     # of prompts 0 1 2 | 3 4 5 those right 0 or 4 times of 4 are dropped
@@ -85,7 +89,7 @@ def test_dynamic_sampling_draws_until_the_batch_is_full():
 
 
 def test_dynamic_sampling_ends():
-    draw = make_draw(lambda params, prompts, key: labelled(0), lambda i: i, 1, True)
+    draw = make_draw(lambda params, prompts, key, watch: labelled(0), lambda i: i, 1, True)
     with pytest.raises(UserError, match="^1 batches of prompts gave 2 groups .* step needs 3: rai"):
         draw(None, 0, jax.random.key(0))
 

@@ -1,0 +1,305 @@
+"""Softmax attention of grouped queries over left-padded rows, on every backend.
+
+    B rows         Q query heads          T query columns
+    H head size    K key/value heads      S key columns
+    L layers       G = Q / K, the query heads of a key head; keys are never expanded to Q
+
+`causal_attention` takes whole rows (training, prefill), `decode_attention` one new token a row
+over the cache. Row b starts at column start_B[b]; what lies before it is padding.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
+from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask
+from jaxtyping import Array, Float, Int
+
+from fgrpo_jax import UserError, sharding
+
+ATTENTION = ("auto", "xla", "splash", "cudnn")  # the values of model.attention
+MASKED = -1e30  # finite, so that a row with no key at all gives no NaN
+LANES = 128  # of a TPU register: sizes along it are padded to a multiple
+SPLASH_BLOCK = 512  # columns, at most
+CACHE_BLOCK = 2**18  # bytes of keys a grid step reads, about; the same of values
+_INTERPRET: Any = False  # tests run the TPU kernels on a CPU by setting this
+
+
+def resolve(attention: str, platform: str, dtype: Any, head_size: int) -> tuple[str, str]:
+    """The backends of (causal_attention, decode_attention) for the value of model.attention.
+
+    platform: as jax.default_backend() names it. dtype: of computation. Raises UserError where
+    the attention that is named cannot run.
+    """
+    pairs = {"splash": ("splash", "ragged"), "cudnn": ("cudnn", "xla"), "xla": ("xla", "xla")}
+    if attention == "auto":
+        fits = (kernel for kernel in pairs if not _obstacle(kernel, platform, dtype, head_size))
+        return pairs[next(fits)]
+    if attention not in ATTENTION:
+        raise UserError(
+            f"model.attention is {attention!r}: it must be one of {', '.join(ATTENTION)}"
+        )
+    if obstacle := _obstacle(attention, platform, dtype, head_size):
+        raise UserError(
+            f"model.attention is {attention!r}, which {obstacle}: set it to auto or to xla"
+        )
+    return pairs[attention]
+
+
+def _obstacle(attention: str, platform: str, dtype: Any, head_size: int) -> str:
+    """Why a kernel cannot run here; empty where it can."""
+    dtype = jnp.dtype(dtype)
+    if attention == "splash" and platform != "tpu":
+        return f"needs a TPU and this is a {platform}"
+    if attention == "splash" and head_size % 64:
+        return f"takes head sizes that 64 divides and the model's is {head_size}"
+    if attention == "cudnn" and platform not in ("gpu", "cuda"):
+        return f"needs an NVIDIA GPU and this is a {platform}"
+    if attention == "cudnn" and (head_size % 8 or head_size > 128):
+        return f"takes head sizes up to 128 that 8 divides and the model's is {head_size}"
+    if attention == "cudnn" and dtype not in (jnp.bfloat16, jnp.float16):
+        return f"needs model.dtype bfloat16 and it is {dtype.name}"
+    return ""
+
+
+def attend(
+    q_BTQH: Float[Array, "B T Q H"], sources: list[tuple[Array, Array, Array]]
+) -> Float[Array, "B T Q H"]:
+    """Softmax attention over the union of the keys of several sources, none of them copied.
+
+    Each source is (keys [B K S H], values [B K S H], mask [B T S]).
+    """
+    B, T, Q, H = q_BTQH.shape
+    K = sources[0][0].shape[1]
+    q_BTKGH = q_BTQH.reshape(B, T, K, Q // K, H)
+    scores = []
+    for k_BKSH, _, mask_BTS in sources:
+        score_BKGTS = jnp.einsum(
+            "BTKGH,BKSH->BKGTS", q_BTKGH, k_BKSH, preferred_element_type=jnp.float32
+        )
+        scores.append(jnp.where(mask_BTS[:, None, None], score_BKGTS * H**-0.5, MASKED))
+    weights = jax.nn.softmax(jnp.concatenate(scores, axis=-1), axis=-1).astype(q_BTQH.dtype)
+    out, start = jnp.zeros_like(q_BTKGH), 0
+    for _, v_BKSH, _ in sources:
+        part = jax.lax.slice_in_dim(weights, start, start + v_BKSH.shape[2], axis=-1)
+        out += jnp.einsum("BKGTS,BKSH->BTKGH", part, v_BKSH)
+        start += v_BKSH.shape[2]
+    return out.reshape(B, T, Q, H)
+
+
+def causal_attention(
+    q_BTQH: Float[Array, "B T Q H"],
+    k_BKSH: Float[Array, "B K S H"],
+    v_BKSH: Float[Array, "B K S H"],
+    start_B: Int[Array, " B"],
+    backend: str,
+) -> Float[Array, "B T Q H"]:
+    """Attention of the last T of S columns: the query at column j sees columns start .. j.
+
+    softmax(q kᵀ / √H) v, the softmax in float32. backend: "xla", "splash" (TPU) or "cudnn"
+    (GPU). What comes out before a row's start is finite and means nothing: no loss may read it.
+    """
+    if backend == "xla":
+        return _causal_xla(q_BTQH, k_BKSH, v_BKSH, start_B)
+    kernel = {"splash": _causal_splash, "cudnn": _causal_cudnn}[backend]
+    in_axes = ("BTQH", "BKSH", "BKSH", "B")
+    return sharding.local(kernel, in_axes, "BTQH")(q_BTQH, k_BKSH, v_BKSH, start_B)
+
+
+def _causal_xla(q_BTQH, k_BKSH, v_BKSH, start_B):
+    column_S = jnp.arange(k_BKSH.shape[2])
+    query_T = column_S[-q_BTQH.shape[1] :]
+    causal_TS = column_S[None] <= query_T[:, None]
+    mask_BTS = causal_TS[None] & (column_S[None, None] >= start_B[:, None, None])
+    return attend(q_BTQH, [(k_BKSH, v_BKSH, mask_BTS)])
+
+
+def _splash_block(columns: int) -> int:
+    """The block of columns, a multiple of LANES, that pads little."""
+    return LANES * pl.cdiv(pl.cdiv(columns, pl.cdiv(columns, SPLASH_BLOCK)), LANES)
+
+
+def _causal_splash(q_BTQH, k_BKSH, v_BKSH, start_B):
+    (B, T, Q, H), (_, K, S, _) = q_BTQH.shape, k_BKSH.shape
+    G, block_T, block_S = Q // K, _splash_block(T), _splash_block(S)
+    # more padding on the left makes both lengths whole blocks and leaves the queries last
+    pad_T, pad_S = -T % block_T, -S % block_S
+    whole_T, whole_S = T + pad_T, S + pad_S
+    pad = lambda x, columns: jnp.pad(x, [(0, 0)] * (x.ndim - 2) + [(columns, 0), (0, 0)])
+    scaled_BTQH = (q_BTQH.astype(jnp.float32) * H**-0.5).astype(q_BTQH.dtype)
+    q_BKGTH = pad(scaled_BTQH.reshape(B, T, K, G, H).transpose(0, 2, 3, 1, 4), pad_T)
+    k_BKSH, v_BKSH = pad(k_BKSH, pad_S), pad(v_BKSH, pad_S)
+    # padding is a segment of its own: each column sees itself at least, so no softmax is empty
+    segment_BS = (jnp.arange(whole_S)[None] >= start_B[:, None] + pad_S).astype(jnp.int32)
+    segments = splash.SegmentIds(segment_BS[:, -whole_T:], segment_BS)
+    causal = splash_attention_mask.CausalMask((whole_T, whole_S), offset=whole_S - whole_T)
+    one_key_head = splash.make_splash_mqa(
+        splash_attention_mask.MultiHeadMask([causal] * G),
+        block_sizes=splash.BlockSizes(
+            block_q=block_T, block_kv=block_S,
+            block_q_dkv=block_T, block_kv_dkv=block_S,
+            block_q_dq=block_T, block_kv_dq=block_S,
+        ),
+        head_shards=1,
+        q_seq_shards=1,
+        interpret=_INTERPRET,
+    )  # fmt: skip
+    all_heads = jax.vmap(one_key_head, in_axes=(0, 0, 0, None))
+    out_BKGTH = jnp.asarray(jax.vmap(all_heads)(q_BKGTH, k_BKSH, v_BKSH, segments))
+    return out_BKGTH[:, :, :, pad_T:].transpose(0, 3, 1, 2, 4).reshape(B, T, Q, H)
+
+
+@jax.custom_vjp
+def _roll(x_BSXH, shift_B):
+    """Column j of row b is column j + shift of x, cyclic; a gather's gradient would scatter."""
+    S = x_BSXH.shape[1]
+    column_BS = (jnp.arange(S)[None] + shift_B[:, None]) % S
+    return jnp.take_along_axis(x_BSXH, column_BS[:, :, None, None], axis=1)
+
+
+_roll.defvjp(
+    lambda x_BSXH, shift_B: (_roll(x_BSXH, shift_B), shift_B),
+    lambda shift_B, g_BSXH: (_roll(g_BSXH, -shift_B), None),
+)
+
+
+def _causal_cudnn(q_BTQH, k_BKSH, v_BKSH, start_B):
+    """cuDNN aligns causality to the top left and would take left padding only as a whole bias
+    [B T S]. Rows rolled to begin at column 0 need neither: their padding comes last, unseen."""
+    pad_T = k_BKSH.shape[2] - q_BTQH.shape[1]
+    q_BSQH = jnp.pad(q_BTQH, [(0, 0), (pad_T, 0), (0, 0), (0, 0)])
+    q_BSQH, k_BSKH, v_BSKH = (
+        _roll(x, start_B) for x in (q_BSQH, k_BKSH.swapaxes(1, 2), v_BKSH.swapaxes(1, 2))
+    )
+    out_BSQH = jax.nn.dot_product_attention(
+        q_BSQH, k_BSKH, v_BSKH, is_causal=True, implementation="cudnn"
+    )
+    return _roll(out_BSQH, -start_B)[:, pad_T:]
+
+
+def decode_attention(
+    q_BQH: Float[Array, "B Q H"],
+    own_k_BKH: Float[Array, "B K H"],
+    own_v_BKH: Float[Array, "B K H"],
+    k_LBKSH: Float[Array, "L B K S H"],
+    v_LBKSH: Float[Array, "L B K S H"],
+    layer: Int[Array, ""],
+    start_B: Int[Array, " B"],
+    column: Int[Array, ""],
+    width: int,
+    backend: str,
+) -> Float[Array, "B Q H"]:
+    """Attention of one new token a row: it sees itself and cached columns start .. column - 1.
+
+    The cache holds all layers and is only read; the new key and value need not be in it yet.
+
+    Args:
+        width: the first so many columns of the cache hold all that is seen, and are read.
+        backend: "xla", or "ragged" (TPU), which whatever the width reads no column outside
+            start .. column - 1 but those of a block.
+    """
+    if backend == "xla":
+
+        def of_layer(x_LBKSH):  # in one cut, which XLA can fuse
+            _, B, K, _, H = x_LBKSH.shape
+            return jax.lax.dynamic_slice(x_LBKSH, (layer, 0, 0, 0, 0), (1, B, K, width, H))[0]
+
+        column_S = jnp.arange(width)
+        seen_BS = (column_S[None] >= start_B[:, None]) & (column_S < column)[None]
+        own = (own_k_BKH[:, :, None], own_v_BKH[:, :, None], jnp.ones_like(seen_BS[:, None, :1]))
+        cached = (of_layer(k_LBKSH), of_layer(v_LBKSH), seen_BS[:, None])
+        return attend(q_BQH[:, None], [own, cached])[:, 0]
+    kernel = {"ragged": _decode_ragged}[backend]
+    in_axes = ("BQH", "BKH", "BKH", "LBKSH", "LBKSH", "", "B", "")
+    local = sharding.local(kernel, in_axes, "BQH")
+    return local(q_BQH, own_k_BKH, own_v_BKH, k_LBKSH, v_LBKSH, layer, start_B, column)
+
+
+def _decode_ragged(q_BQH, own_k_BKH, own_v_BKH, k_LBKSH, v_LBKSH, layer, start_B, column):
+    (B, Q, H), (_, _, K, S, _) = q_BQH.shape, k_LBKSH.shape
+    G, column_bytes = Q // K, K * H * k_LBKSH.dtype.itemsize
+    block = min(S, max(CACHE_BLOCK // column_bytes // LANES, 1) * LANES)
+    axes, block_shape = "KSH", (K, block, H)
+    if H % LANES:  # XLA keeps such a cache with S in the lanes: this copies nothing
+        axes, block_shape = "KHS", (K, H, block)
+        k_LBKSH, v_LBKSH = k_LBKSH.swapaxes(3, 4), v_LBKSH.swapaxes(3, 4)
+
+    def cached(b, s, layer_1, start_B, column_1):
+        # blocks outside the row's range repeat its first or last one, which costs no read
+        last = jnp.maximum(column_1[0] - 1, 0) // block
+        s = jnp.clip(s, start_B[b] // block, last)
+        return (layer_1[0], b, *({"K": 0, "S": s, "H": 0}[axis] for axis in axes))
+
+    row = lambda *shape: pl.BlockSpec((None, *shape), lambda b, *_: (b, 0, 0, 0))
+    cache = pl.BlockSpec((None, None, *block_shape), cached)
+    out_BKGH = pl.pallas_call(
+        functools.partial(_ragged_kernel, axes=axes, block=block),
+        out_shape=jax.ShapeDtypeStruct((B, K, G, H), q_BQH.dtype),
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=3,
+            grid=(B, pl.cdiv(S, block)),
+            in_specs=[row(K, G, H), row(K, 1, H), row(K, 1, H), cache, cache],
+            out_specs=row(K, G, H),
+            scratch_shapes=[pltpu.VMEM((K, G, X), jnp.float32) for X in (1, 1, H)],
+        ),
+        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary")),
+        interpret=_INTERPRET,
+        name="ragged_decode",
+    )(
+        *(layer.reshape(1), start_B, column.reshape(1), q_BQH.reshape(B, K, G, H)),
+        *(own_k_BKH[:, :, None], own_v_BKH[:, :, None], k_LBKSH, v_LBKSH),
+    )
+    return out_BKGH.reshape(B, Q, H)
+
+
+def _ragged_kernel(
+    layer_1, start_B, column_1, q_KGH, own_k_K1H, own_v_K1H, k_ref, v_ref, out_KGH,
+    max_KG1, sum_KG1, acc_KGH, *, axes, block,
+):  # fmt: skip
+    """A step of the online softmax: one row, all its heads, `block` cached columns.
+
+    axes: those of the cache, "KSH" or "KHS".
+    """
+    del layer_1  # only says where the cache blocks are
+    b, s = pl.program_id(0), pl.program_id(1)
+    start, column = start_B[b], column_1[0]
+    scale = q_KGH.shape[-1] ** -0.5
+
+    @pl.when(s == 0)
+    def _():  # the new token sees itself
+        product_KGH = q_KGH[...].astype(jnp.float32) * own_k_K1H[...].astype(jnp.float32)
+        max_KG1[...] = product_KGH.sum(axis=-1, keepdims=True) * scale
+        sum_KG1[...] = jnp.ones_like(sum_KG1)
+        acc_KGH[...] = jnp.broadcast_to(own_v_K1H[...].astype(jnp.float32), acc_KGH.shape)
+
+    @pl.when((s * block < column) & ((s + 1) * block > start))
+    def _():
+        def seen(shape, axis):
+            column_S = s * block + jax.lax.broadcasted_iota(jnp.int32, shape, axis)
+            return (column_S >= start) & (column_S < column)
+
+        score_KGS = jnp.einsum(
+            f"KGH,{axes}->KGS", q_KGH[...], k_ref[...], preferred_element_type=jnp.float32
+        )
+        score_KGS = jnp.where(seen(score_KGS.shape, 2), score_KGS * scale, MASKED)
+        top_KG1 = jnp.maximum(max_KG1[...], score_KGS.max(axis=-1, keepdims=True))
+        weight_KGS = jnp.exp(score_KGS - top_KG1)
+        shrink_KG1 = jnp.exp(max_KG1[...] - top_KG1)
+        # past the end of the cache a block holds anything, NaN too, and 0 * NaN is NaN
+        value = jnp.where(seen(v_ref.shape, axes.index("S")), v_ref[...], jnp.zeros_like(v_ref))
+        max_KG1[...] = top_KG1
+        sum_KG1[...] = sum_KG1[...] * shrink_KG1 + weight_KGS.sum(axis=-1, keepdims=True)
+        acc_KGH[...] = acc_KGH[...] * shrink_KG1 + jnp.einsum(
+            f"KGS,{axes}->KGH",
+            weight_KGS.astype(value.dtype),
+            value,
+            preferred_element_type=jnp.float32,
+        )
+
+    @pl.when(s == pl.num_programs(1) - 1)
+    def _():
+        out_KGH[...] = (acc_KGH[...] / sum_KG1[...]).astype(out_KGH.dtype)

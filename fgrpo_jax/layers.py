@@ -1,0 +1,180 @@
+"""One Qwen2.5 layer, of the shape that config.json gives.
+
+Linen used thinly: explicit names in Hugging Face's order, and a weight in Hugging Face's
+[out, in] order, which is also how einsum takes it.
+"""
+
+import dataclasses
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jaxtyping import Array
+
+from fgrpo_jax import UserError
+from fgrpo_jax.attention import causal_attention, decode_attention
+from fgrpo_jax.sharding import constrain
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelConfig:
+    """The shape of a Qwen2 model."""
+
+    vocab: int  # V, rows of the embedding
+    width: int  # D
+    layers: int  # L
+    heads: int  # Q
+    kv_heads: int  # K
+    head_size: int  # H
+    feed_forward: int  # F
+    rope_theta: float
+    rms_eps: float
+    tied: bool  # the embedding is the head
+
+    @classmethod
+    def from_hugging_face(cls, c: dict[str, Any]) -> "ModelConfig":
+        """From the content of a config.json; UserError on what this policy does not compute."""
+        if c.get("model_type") != "qwen2":
+            raise UserError(f"config.json has model_type {c.get('model_type')!r}: it must be qwen2")
+        if c.get("use_sliding_window"):
+            raise UserError("config.json has use_sliding_window true: it is not supported")
+        if c.get("hidden_act", "silu") != "silu":
+            raise UserError(f"config.json has hidden_act {c['hidden_act']!r}: it must be silu")
+        rope = c.get("rope_parameters") or c.get("rope_scaling") or {}
+        if rope.get("rope_type", rope.get("type", "default")) != "default":
+            raise UserError("config.json scales RoPE: only the default rotation is supported")
+        theta = c.get("rope_theta", rope.get("rope_theta", 10_000.0))
+        try:
+            heads = c["num_attention_heads"]
+            return cls(
+                vocab=c["vocab_size"],
+                width=c["hidden_size"],
+                layers=c["num_hidden_layers"],
+                heads=heads,
+                kv_heads=c.get("num_key_value_heads", heads),
+                head_size=c.get("head_dim") or c["hidden_size"] // heads,
+                feed_forward=c["intermediate_size"],
+                rope_theta=float(theta),
+                rms_eps=c.get("rms_norm_eps", 1e-6),
+                tied=c.get("tie_word_embeddings", False),
+            )
+        except KeyError as error:
+            raise UserError(f"config.json has no {error.args[0]}") from None
+
+
+@struct.dataclass
+class Past:
+    """What a layer reads of the cache: its columns before `column`, all in the first `width`."""
+
+    k_LBKSH: Any
+    v_LBKSH: Any
+    layer: Any  # of the L here
+    column: Any  # of the first new token
+    width: int = struct.field(pytree_node=False)
+
+
+class Linear(nn.Module):
+    equation: str  # of input and weight
+    shape: tuple[int, ...]
+    bias_rank: int = 0  # leading axes of the weight that are outputs, where there is a bias
+
+    @nn.compact
+    def __call__(self, x: Array) -> Array:
+        weight = self.param("weight", nn.initializers.normal(0.02), self.shape)
+        y = jnp.einsum(self.equation, x, weight.astype(x.dtype))
+        if self.bias_rank:
+            bias = self.param("bias", nn.initializers.zeros, self.shape[: self.bias_rank])
+            y += jnp.expand_dims(bias.astype(x.dtype), tuple(range(y.ndim - bias.ndim)))
+        return y
+
+
+class RMSNorm(nn.Module):
+    eps: float
+
+    @nn.compact
+    def __call__(self, x_BTD: Array) -> Array:
+        weight_D = self.param("weight", nn.initializers.ones, x_BTD.shape[-1:])
+        x32 = x_BTD.astype(jnp.float32)
+        x32 *= jax.lax.rsqrt((x32**2).mean(axis=-1, keepdims=True) + self.eps)
+        return weight_D.astype(x_BTD.dtype)[None, None] * x32.astype(x_BTD.dtype)
+
+
+Turn = tuple[Array, Array]  # sine and cosine of rotary position embedding, [B T 1 H/2] each
+
+
+def make_turn(position_BT: Array, head_size: int, theta: float) -> Turn:
+    half = head_size // 2
+    frequency_H = theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
+    # bfloat16 would round position 257 to 256
+    angle = position_BT.astype(jnp.float32)[..., None, None] * frequency_H[None, None, None]
+    return jnp.sin(angle), jnp.cos(angle)
+
+
+def rotate(x_BTXH: Array, turn: Turn) -> Array:
+    """Halves rotated as Hugging Face does; X heads of either kind."""
+    sin, cos = turn
+    a, b = jnp.split(x_BTXH.astype(jnp.float32), 2, axis=-1)
+    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], -1).astype(x_BTXH.dtype)
+
+
+class Attention(nn.Module):
+    config: ModelConfig
+    backends: tuple[str, str]
+
+    @nn.compact
+    def __call__(self, x_BTD, turn, start_B, past: Past | None):
+        c = self.config
+        whole, one = self.backends
+        q_shape = (c.heads, c.head_size, c.width)
+        kv_shape = (c.kv_heads, c.head_size, c.width)
+        q = Linear("BTD,QHD->BTQH", q_shape, 2, name="q_proj")(x_BTD)
+        k = Linear("BTD,KHD->BTKH", kv_shape, 2, name="k_proj")(x_BTD)
+        v = Linear("BTD,KHD->BTKH", kv_shape, 2, name="v_proj")(x_BTD)
+        q_BTQH = constrain(rotate(q, turn), "BTQH")
+        k_BKTH = constrain(rotate(k, turn).swapaxes(1, 2), "BKSH")
+        v_BKTH = constrain(v.swapaxes(1, 2), "BKSH")
+        if past is None:
+            out_BTQH = causal_attention(q_BTQH, k_BKTH, v_BKTH, start_B, whole)
+        elif x_BTD.shape[1] == 1:  # the cache is only read here; Policy.decode writes the new rows
+            out_BQH = decode_attention(
+                q_BTQH[:, 0], k_BKTH[:, :, 0], v_BKTH[:, :, 0], past.k_LBKSH, past.v_LBKSH,
+                past.layer, start_B, past.column, past.width, one,
+            )  # fmt: skip
+            out_BTQH = out_BQH[:, None]
+        else:
+            k_BKSH = jnp.concatenate([past.k_LBKSH[past.layer], k_BKTH], axis=2)
+            v_BKSH = jnp.concatenate([past.v_LBKSH[past.layer], v_BKTH], axis=2)
+            out_BTQH = causal_attention(q_BTQH, k_BKSH, v_BKSH, start_B, whole)
+        o_shape = (c.width, c.heads, c.head_size)
+        out_BTD = Linear("BTQH,DQH->BTD", o_shape, name="o_proj")(constrain(out_BTQH, "BTQH"))
+        return out_BTD, (k_BKTH, v_BKTH)
+
+
+class MLP(nn.Module):
+    config: ModelConfig
+
+    @nn.compact
+    def __call__(self, x_BTD):
+        c = self.config
+        gate = Linear("BTD,FD->BTF", (c.feed_forward, c.width), name="gate_proj")(x_BTD)
+        up = Linear("BTD,FD->BTF", (c.feed_forward, c.width), name="up_proj")(x_BTD)
+        hidden_BTF = constrain(nn.silu(gate) * up, "BTF")
+        return Linear("BTF,DF->BTD", (c.width, c.feed_forward), name="down_proj")(hidden_BTF)
+
+
+class Layer(nn.Module):
+    """Hidden states in and out; also the layer's new keys and values [B K T H]."""
+
+    config: ModelConfig
+    backends: tuple[str, str]
+
+    @nn.compact
+    def __call__(self, x_BTD, turn, start_B, past: Past | None):
+        c = self.config
+        h = RMSNorm(c.rms_eps, name="input_layernorm")(x_BTD)
+        h, rows = Attention(c, self.backends, name="self_attn")(h, turn, start_B, past)
+        x_BTD = constrain(x_BTD + h, "BTD")
+        h = RMSNorm(c.rms_eps, name="post_attention_layernorm")(x_BTD)
+        return constrain(x_BTD + MLP(c, name="mlp")(h), "BTD"), rows
