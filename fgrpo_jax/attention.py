@@ -203,20 +203,37 @@ def decode_attention(
             start .. column - 1 but those of a block.
     """
     if backend == "xla":
-
-        def of_layer(x_LBKSH):  # in one cut, which XLA can fuse
-            _, B, K, _, H = x_LBKSH.shape
-            return jax.lax.dynamic_slice(x_LBKSH, (layer, 0, 0, 0, 0), (1, B, K, width, H))[0]
-
-        column_S = jnp.arange(width)
-        seen_BS = (column_S[None] >= start_B[:, None]) & (column_S < column)[None]
-        own = (own_k_BKH[:, :, None], own_v_BKH[:, :, None], jnp.ones_like(seen_BS[:, None, :1]))
-        cached = (of_layer(k_LBKSH), of_layer(v_LBKSH), seen_BS[:, None])
-        return attend(q_BQH[:, None], [own, cached])[:, 0]
+        own = (own_k_BKH, own_v_BKH)
+        return _decode_xla(q_BQH, *own, k_LBKSH, v_LBKSH, layer, start_B, column, width)
     kernel = {"ragged": _decode_ragged}[backend]
     in_axes = ("BQH", "BKH", "BKH", "LBKSH", "LBKSH", "", "B", "")
     local = sharding.local(kernel, in_axes, "BQH")
     return local(q_BQH, own_k_BKH, own_v_BKH, k_LBKSH, v_LBKSH, layer, start_B, column)
+
+
+def _decode_xla(
+    q_BQH, own_k_BKH, own_v_BKH, k_LBKSH, v_LBKSH, layer, start_B, column, width
+):  # fmt: skip
+    (B, Q, H), K = q_BQH.shape, own_k_BKH.shape[1]
+
+    def of_layer(x_LBKSH):  # in one cut, which XLA can fuse
+        return jax.lax.dynamic_slice(x_LBKSH, (layer, 0, 0, 0, 0), (1, B, K, width, H))[0]
+
+    product = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
+    q_BKGH = q_BQH.reshape(B, K, Q // K, H)
+    score_BKGS = product("BKGH,BKSH->BKGS", q_BKGH, of_layer(k_LBKSH)) * H**-0.5
+    column_S = jnp.arange(width)
+    seen_BS = (column_S[None] >= start_B[:, None]) & (column_S < column)[None]
+    score_BKGS = jnp.where(seen_BS[:, None, None], score_BKGS, MASKED)
+    own_BKG = product("BKGH,BKH->BKG", q_BKGH, own_k_BKH) * H**-0.5
+    # the softmax over both, put together: a concatenation would copy the scores
+    top_BKG = jnp.maximum(score_BKGS.max(axis=-1), own_BKG)
+    weight_BKGS = jnp.exp(score_BKGS - top_BKG[..., None])
+    own_BKG = jnp.exp(own_BKG - top_BKG)
+    out_BKGH = product("BKGS,BKSH->BKGH", weight_BKGS.astype(q_BQH.dtype), of_layer(v_LBKSH))
+    out_BKGH += own_BKG[..., None] * own_v_BKH.astype(jnp.float32)[:, :, None]
+    out_BKGH /= (weight_BKGS.sum(axis=-1) + own_BKG)[..., None]
+    return out_BKGH.astype(q_BQH.dtype).reshape(B, Q, H)
 
 
 def _decode_ragged(q_BQH, own_k_BKH, own_v_BKH, k_LBKSH, v_LBKSH, layer, start_B, column):

@@ -90,7 +90,7 @@ def default() -> Config:
     c.rollout.max_drift = 0.1  # nats between sampler and trainer a token, above which a run warns
     c.rollout.slots = 0  # rows that decode at a time; 0: as many as cache_gib holds
     c.rollout.cache_gib = 4.0  # of a device's memory for keys and values, where slots is 0
-    c.rollout.waiting = 0  # prompts prefilled ahead; 0: enough to fill all slots twice
+    c.rollout.waiting = 0  # prompts prefilled ahead; 0: what a chunk may need
     c.rollout.prefill = 8192  # tokens a device prefills at a time; longer prompts go in pieces
     c.rollout.chunk = 64  # decode steps between two looks of the host
     c.rollout.unroll = "auto"  # decode layers one by one, not scanned: yes no; auto: not on a TPU

@@ -135,9 +135,10 @@ class Bar:
             "train", total=steps, completed=done, numbers="", sampled=""
         )
 
-    def watch(self, responses: int, of: int, tokens: int) -> None:
+    def watch(self, responses: int, of: int, tokens: int, steps: int) -> None:
         """Shows how far sampling is."""
-        text = f"sampled {responses}/{of}, {tokens:,} tokens" if responses < of else ""
+        text = f"sampled {responses}/{of} in {steps:,} steps, {tokens:,} tokens"
+        text = text if responses < of else ""
         self.progress.update(self.task, sampled=text)
 
     def show(self, step: int, record: dict[str, Any]) -> None:

@@ -11,7 +11,7 @@ from flax import struct
 from jaxtyping import Array, Float, Int
 
 from fgrpo_jax.attention import MASKED
-from fgrpo_jax.layers import Layer, ModelConfig, Past, RMSNorm, make_turn
+from fgrpo_jax.layers import Layer, ModelConfig, Past, RMSNorm, make_turn, multiply
 from fgrpo_jax.sharding import constrain
 
 
@@ -97,6 +97,9 @@ class Policy:
         hidden_BTD, rows = self._forward(
             params, token_B[:, None], start_B, column, cache, width or cache.k_LBKSH[0].shape[3]
         )
+        # Never true; but now XLA sees that all reading is before all writing, or it would copy the
+        # caches of unrolled layers.
+        column += (hidden_BTD[0, 0, 0] == jnp.inf).astype(column.dtype)
         write = functools.partial(jax.lax.dynamic_update_slice_in_dim, start_index=column, axis=3)
         # the compute dtype may be wider than the cache's
         cache = jax.tree.map(lambda x, row: write(x, row.astype(x.dtype)), cache, rows)
@@ -141,17 +144,15 @@ class Policy:
         return x_BTD, Cache(*zip(*rows, strict=True)) if keep_rows else None
 
     def logits(self, params: Any, hidden: Array, temperature: float) -> Array:
-        """float32 logits [..., V] of hidden states [..., D], divided by a temperature above 0.
+        """float32 logits [B (T) V] of hidden states [B (T) D], divided by a temperature above 0.
 
         Rows that the tokenizer does not know are masked, here and so in sampling and training.
         """
         c = self.config
         weight_VD = params["embed_tokens" if c.tied else "lm_head"]["weight"]
-        logits = jnp.einsum(
-            "...D,VD->...V",
-            hidden,
-            weight_VD.astype(hidden.dtype),
-            preferred_element_type=jnp.float32,
+        equation = "BTD,VD->BTV" if hidden.ndim == 3 else "BD,VD->BV"
+        logits = multiply(
+            equation, hidden, weight_VD.astype(hidden.dtype), preferred_element_type=jnp.float32
         )
         logits = constrain(logits, "BTV" if logits.ndim == 3 else "BV") / temperature
         if self.tokens is None or self.tokens >= c.vocab:

@@ -50,7 +50,7 @@ def make_sampler(
         wanted = int(np.count_nonzero(prompts.length_P)) * N
         now = dict(clock=C, oldest=C, given=0, free=True, alive=False)  # what the devices say
         slots, room = programs.empty(params, layout)
-        ready = 0  # groups prefilled
+        ready = done = 0  # groups prefilled, steps decoded
         ended_B = np.zeros(shards * layout.slots, bool)  # where text has stopped
 
         def prefill() -> None:
@@ -96,8 +96,10 @@ def make_sampler(
                 slots = programs.move_back(slots, np.int32(by))
                 now["clock"] -= by
             steps = min(s.chunk, layout.cached - now["clock"])
-            ended = decode(steps, layout.width(now["clock"] + steps))
-            watch(joined.responses, wanted, joined.tokens)
+            before = now["clock"]
+            ended = decode(steps, layout.width(before + steps))
+            done += now["clock"] - before
+            watch(joined.responses, wanted, joined.tokens, done)
             yield ended
 
     return stream

@@ -62,30 +62,33 @@ def draw(
     """
     if s.temperature:
         kept_BV = truncate(logits_BV, s)
-        token_B = sample_token(kept_BV, uniform_B)
+        token_B, log_mass_B = sample_token(kept_BV, uniform_B)
     else:
-        kept_BV, token_B = logits_BV, jnp.argmax(logits_BV, axis=-1).astype(jnp.int32)
+        token_B = jnp.argmax(logits_BV, axis=-1).astype(jnp.int32)
+        log_mass_B = jax.nn.logsumexp(logits_BV, axis=-1)
     chosen_B = jnp.take_along_axis(logits_BV, token_B[:, None], axis=1)[:, 0]
-    logp_B = chosen_B - jax.nn.logsumexp(logits_BV, axis=-1)
     if not s.truncated:
-        return token_B, logp_B, None
+        return token_B, chosen_B - log_mass_B, None
     if not s.temperature:  # all probability is on the greedy token
-        return token_B, logp_B, jnp.zeros_like(logp_B)
-    return token_B, logp_B, chosen_B - jax.nn.logsumexp(kept_BV, axis=-1)
+        return token_B, chosen_B - log_mass_B, jnp.zeros_like(chosen_B)
+    logp_B = chosen_B - jax.nn.logsumexp(logits_BV, axis=-1)
+    return token_B, logp_B, chosen_B - log_mass_B
 
 
-def sample_token(logits_BV: Float[Array, "B V"], uniform_B: Float[Array, " B"]) -> Int[Array, " B"]:
+def sample_token(
+    logits_BV: Float[Array, "B V"], uniform_B: Float[Array, " B"]
+) -> tuple[Int[Array, " B"], Float[Array, " B"]]:
     """Draws from softmax(logits) by the inverse of its distribution function: first a part of
     the vocabulary, then a block in it, then a token. One number of [0, 1) a row.
 
     Parts are what the tp devices hold, and each finds its own candidate: only masses of parts and
-    candidates travel.
+    candidates travel. Returns also log(sum(exp(logits))), which falls out.
     """
     B, V = logits_BV.shape
     X = sharding.shards("tp")
     parts = X if V % X == 0 else 1
-    p_BV = jnp.exp(logits_BV - logits_BV.max(axis=-1, keepdims=True))
-    p_BXV = p_BV.reshape(B, parts, V // parts)
+    top_B1 = logits_BV.max(axis=-1, keepdims=True)
+    p_BXV = jnp.exp(logits_BV - top_B1).reshape(B, parts, V // parts)
     if parts == X:
         p_BXV = sharding.constrain(p_BXV, "BXV")
     width, blocks = _blocks(V // parts)
@@ -103,7 +106,7 @@ def sample_token(logits_BV: Float[Array, "B V"], uniform_B: Float[Array, " B"]) 
     p_BXw = jnp.take_along_axis(p_BXbw, block_BX[..., None, None], axis=2)[:, :, 0]
     token_BX = block_BX * width + _first_above(jnp.cumsum(p_BXw, axis=-1), p_BXw, rest_BX)
     token_B = jnp.take_along_axis(token_BX, part_B[:, None], axis=1)[:, 0]
-    return part_B * (V // parts) + token_B
+    return part_B * (V // parts) + token_B, top_B1[:, 0] + jnp.log(upto_BX[:, -1])
 
 
 def _blocks(tokens: int) -> tuple[int, int]:

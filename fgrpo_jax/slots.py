@@ -11,7 +11,7 @@ columns before the clock.
 
 import dataclasses
 import functools
-from collections.abc import Callable
+import math
 from typing import Any
 
 import jax
@@ -25,7 +25,7 @@ from fgrpo_jax.model import Cache, Policy
 from fgrpo_jax.sampling import Sampling, draw
 from fgrpo_jax.sharding import constrain
 
-MIN_WIDTH = 128  # least columns that attention reads: below it nothing is saved
+MIN_WIDTH = 128  # columns that attention reads at least: with fewer little is saved
 TILE = 16  # columns of a bfloat16 tile of a TPU; of another number XLA copies the cache
 
 
@@ -39,7 +39,7 @@ class SamplerSettings:
     stop_ids: tuple[int, ...]
     chunk: int = 64  # decode steps between two looks of the host
     slots: int = 256  # rows that decode at a time, over all devices, at most
-    waiting: int = 0  # prompts prefilled ahead, over all devices; 0: enough to fill all slots
+    waiting: int = 0  # prompts prefilled ahead, over all devices; 0: enough for a chunk
     prefill: int = 8192  # tokens that a device prefills at a time
 
 
@@ -68,13 +68,14 @@ class Layout:
         slots = min(-(-s.slots // X), own * s.samples)
         refills = slots < own * s.samples
         group = max(1, min(own, s.prefill // columns))
-        fill = 2 * -(-slots // s.samples) if refills else group
-        waiting = min(own, -(-s.waiting // X) or fill)
-        group = min(group, waiting)
-        waiting -= waiting % group
+        waiting = group
+        if refills:
+            waiting = min(own, -(-s.waiting // X) or math.ceil(slots * _waiting_a_slot(s)))
+            group = min(group, max(1, waiting // 2))  # or no place were free until all are
+            waiting -= waiting % group
         cached = columns + s.response + (s.chunk if refills else 0)
         cached += -cached % TILE
-        powers = [1 << k for k in range(32) if max(columns, MIN_WIDTH) <= 1 << k < cached]
+        powers = [1 << k for k in range(32) if max(columns, MIN_WIDTH) <= 1 << k <= cached / 1.5]
         widths = (cached,) if ragged else (*powers, cached)
         return cls(X, own, slots, waiting, group, columns, cached, refills, widths)
 
@@ -121,12 +122,18 @@ def cache_bytes(policy: Policy, layout: Layout) -> int:
     return column * layout.shards * places
 
 
+def _waiting_a_slot(s: SamplerSettings) -> float:
+    """Prompts that should wait for a slot: those of its samples in a chunk, if responses had a
+    quarter of their limit, and one more sample."""
+    return (1 + 4 * s.chunk / s.response) / s.samples
+
+
 def slots_that_fit(policy: Policy, s: SamplerSettings, columns: int, gib: float) -> int:
     """Slots, over all devices of jax.set_mesh's mesh, whose cache takes so many GiB of each."""
     c = policy.config
     heads = -(-c.kv_heads // sharding.shards("tp"))
     column = 2 * c.layers * heads * c.head_size * jnp.dtype(policy.dtype).itemsize
-    slot = columns + s.response + s.chunk + 2 * columns / s.samples  # and what waits for it
+    slot = columns + s.response + s.chunk + columns * _waiting_a_slot(s)
     return sharding.shards(*sharding.ROWS) * max(1, int(gib * 2**30 / (column * slot)))
 
 
@@ -134,10 +141,10 @@ def slots_that_fit(policy: Policy, s: SamplerSettings, columns: int, gib: float)
 class Programs:
     """Jitted; `empty` makes what the others take and give back, donated."""
 
-    empty: Callable[..., tuple[Slots, Room]]
-    prefill: Callable[..., Room]
-    decode: Callable[..., tuple[Slots, tuple[Array, ...], dict[str, Array]]]
-    move_back: Callable[..., Slots]
+    empty: Any  # (params, layout) -> slots, room
+    prefill: Any  # (params, room, tokens_PC, length_P, position_P, place) -> room
+    decode: Any  # (params, slots, room, ready, clock, key, ended_B, steps, width) -> slots, ...
+    move_back: Any  # (slots, by) -> slots
 
 
 def make_programs(policy: Policy, settings: SamplerSettings) -> Programs:

@@ -32,10 +32,10 @@ class Prompts:
     problems: tuple[Problem, ...]
 
 
-Watch = Callable[[int, int, int], None]  # told of (responses, of how many, tokens) so far
+Watch = Callable[[int, int, int, int], None]  # (responses, of how many, tokens, steps) so far
 
 
-def unwatched(responses: int, of: int, tokens: int) -> None:
+def unwatched(responses: int, of: int, tokens: int, steps: int) -> None:
     """The Watch that looks away."""
 
 

@@ -2,17 +2,12 @@
 on the CPU; and, where libtpu is installed, compiled for TPUs that are not here."""
 
 import functools
-import importlib.util
-import json
-import os
-import pathlib
-import subprocess
-import sys
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from ahead_of_time import needs_libtpu, reports
 from jax.experimental.pallas import tpu as pltpu
 
 from fgrpo_jax import UserError, attention, sharding
@@ -341,31 +336,15 @@ def test_an_unknown_attention_is_named():
 # compiled for a TPU
 
 
-@pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs libtpu")
+@needs_libtpu
 @pytest.mark.parametrize(
     "topology, mesh", [("v5e:2x2", "1,2,2"), ("v5e:4x4", "1,4,4"), ("v6e:2x2", "1,2,2")]
 )
 def test_kernels_compile_for_tpu(topology, mesh):
-    tests = pathlib.Path(__file__).parent
-    settings = dict(
-        JAX_PLATFORMS="cpu",
-        JAX_OPTIMIZATION_LEVEL="O0",
-        TPU_SKIP_MDS_QUERY="1",
-        TPU_LOG_DIR="disabled",
-        ALLOW_MULTIPLE_LIBTPU_LOAD="1",
-        PYTHONPATH=os.pathsep.join([str(tests.parent), os.environ.get("PYTHONPATH", "")]),
-    )
-    done = subprocess.run(
-        [sys.executable, str(tests / "tpu_attention.py"), topology, mesh],
-        env=os.environ | settings,
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    reports = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
-    assert sum(r["name"].startswith("splash 7B") for r in reports) == 2
-    assert sum(r["name"].startswith("ragged 7B") for r in reports) == 2
-    for r in reports:
+    found = reports("tpu_attention.py", topology, mesh)
+    assert sum(r["name"].startswith("splash 7B") for r in found) == 2
+    assert sum(r["name"].startswith("ragged 7B") for r in found) == 2
+    for r in found:
         assert r["collectives"] == 0, r
         if r["name"].startswith("splash"):
             assert r["kernels"] == 3, r  # forward, dq, dk and dv

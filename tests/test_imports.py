@@ -11,7 +11,7 @@ import fgrpo_jax
 
 PACKAGE = pathlib.Path(fgrpo_jax.__file__).parent
 ROWS = [
-    "structs sharding distributed numerics forms answers",
+    "structs sharding distributed numerics forms answers timing",
     "validation fields arithmetic attention",
     "config cautions layers sampling advantages losses kl aggregators shaping pass_at_k "
     "tokenizer sources",
@@ -19,7 +19,7 @@ ROWS = [
     "weights logprobs slots checkpoint rewards rlvr_dataset",
     "sampler update",
     "rollouts evaluate",
-    "report reference",
+    "report reference bench_losses bench_sampler",
     "train sft bench",
     "main",
 ]

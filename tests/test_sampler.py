@@ -1,10 +1,13 @@
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from ahead_of_time import needs_libtpu, reports
 from conftest import tiny_config
 
-from fgrpo_jax import sharding, weights
+from fgrpo_jax import attention, sharding, weights
 from fgrpo_jax.logprobs import response_logprobs
 from fgrpo_jax.model import Policy
 from fgrpo_jax.sampler import gather, make_sampler
@@ -153,7 +156,7 @@ def test_long_rows_read_every_width(params):
     changes = dict(response=150, chunk=40, stop_ids=(47,))
     plain = run(policy, params, prompt_batch(texts), **changes)
     layout = Layout.of(settings(slots=4, **changes), 6, C, False)
-    assert layout.widths == (128, 195)
+    assert layout.widths == (128, 208)
     out = run(policy, params, prompt_batch(texts), slots=4, **changes)
     lengths = plain.mask_BT.sum(1)
     assert lengths.max() == 150 and lengths.min() < 60
@@ -289,6 +292,7 @@ def test_responses_stream_as_they_end(policy, params):
     assert len(parts) > 5 and sorted(r.row for part in parts for r in part) == list(range(44))
     assert seen[-1][:2] == (44, 44)
     assert seen[-1][2] == sum(len(r.tokens) for part in parts for r in part)
+    assert seen[-1][2] / 6 <= seen[-1][3] < 2 * seen[-1][2] / 6  # steps of six slots
     assert [responses for responses, *_ in seen] == np.cumsum([len(p) for p in parts]).tolist()
 
     def stop(*_):
@@ -325,13 +329,13 @@ def test_cache_bytes_are_those_of_the_program(policy, params):
     s = settings(response=300, slots=16)
     layout = Layout.of(s, 40, C, False)
     # by hand: 2 layers, 2 heads of 8, float32, keys and values
-    assert layout.waiting == 8 and layout.cached == 5 + 300 + 5
-    assert cache_bytes(policy, layout) == 2 * 2 * 2 * 8 * 4 * (16 * 310 + 8 * 5)
+    assert layout.waiting == 8 and layout.cached == 320  # of 5 + 300 + 5, in tiles of 16
+    assert cache_bytes(policy, layout) == 2 * 2 * 2 * 8 * 4 * (16 * 320 + 8 * 5)
     programs = make_programs(policy, s)
     slots, room = programs.empty(params, layout)
     memory = programs.decode.lower(
         params, slots, room, np.int32(0), np.int32(C), KEY, jnp.zeros(16, bool), np.int32(1),
-        width=310,
+        width=layout.cached,
     ).compile().memory_analysis()  # fmt: skip
     held = memory.argument_size_in_bytes - sum(x.nbytes for x in jax.tree.leaves(params))
     assert held == pytest.approx(cache_bytes(policy, layout), rel=0.1)
@@ -348,3 +352,31 @@ def test_slots_that_fit(policy):
     with jax.set_mesh(sharding.make_mesh(1, 4, 2)):
         assert slots_that_fit(policy, s, C, 0.01) == pytest.approx(8 * slots, rel=0.01)
     assert slots_that_fit(policy, s, C, 1e-9) == 1
+
+
+def test_kernels_sample_the_same(policy, params, monkeypatch):
+    """Splash prefill and ragged decode, as interpreted on a CPU."""
+    monkeypatch.setattr(attention, "_INTERPRET", True)
+    kernels = dataclasses.replace(policy, backends=("splash", "ragged"))
+    prompts = prompt_batch(many(4))
+    plain = run(policy, params, prompts, slots=6, response=6)
+    out = run(kernels, params, prompts, slots=6, response=6)
+    np.testing.assert_array_equal(out.tokens_BT, plain.tokens_BT)
+    np.testing.assert_allclose(out.logp_BT, plain.logp_BT, atol=1e-5)
+
+
+@needs_libtpu
+@pytest.mark.parametrize("backends", ["xla,xla", "splash,ragged"])
+def test_the_decode_loop_of_7b_compiled_for_a_v5e_16(backends):
+    """256 slots of 1,024 + 3,072 columns, fsdp 4 x tp 4: nothing copies the cache or a weight,
+    and what travels is the hidden state after embedding, attention and MLP."""
+    cache, decode, move_back, prefill = reports("tpu_sampler.py", "v5e:4x4", "1,4,4", backends)
+    assert decode["aliased"] == pytest.approx(cache["cache"], rel=0.1)
+    assert decode["temporaries"] < 0.02 * cache["cache"] < move_back["temporaries"] * 2
+    assert move_back["temporaries"] < 0.02 * cache["cache"]  # a layer's
+    hidden = 256 // 4 * 3584 * 2  # bytes of a device's rows
+    large = [(kind, size) for kind, size in decode["collectives"] if size > 1024]
+    assert large == [("all-reduce", hidden)] * 3
+    assert {kind for kind, _ in decode["collectives"]} <= {"all-reduce", "all-gather"}
+    assert not move_back["collectives"] and len(prefill["collectives"]) == 3
+    assert prefill["temporaries"] < 2**30

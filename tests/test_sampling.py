@@ -13,9 +13,11 @@ def test_sample_token_against_the_distribution_function(vocab):
     logits = 2 * jax.random.normal(jax.random.key(vocab), (1, vocab))
     p = np.asarray(jax.nn.softmax(logits[0]), np.float64)
     uniform = (np.arange(20_000) + 0.5) / 20_000
-    drawn = sample_token(
+    drawn, log_mass = sample_token(
         jnp.broadcast_to(logits, (20_000, vocab)), jnp.asarray(uniform, jnp.float32)
     )
+    exact = np.log(np.exp(np.asarray(logits, np.float64)).sum())
+    np.testing.assert_allclose(log_mass, exact, rtol=1e-5)
     share = np.bincount(np.asarray(drawn), minlength=vocab) / 20_000
     np.testing.assert_allclose(share, p, atol=1.5e-4)
 
@@ -23,7 +25,7 @@ def test_sample_token_against_the_distribution_function(vocab):
 def test_sample_token_never_draws_what_has_no_probability():
     logits = jnp.full((3, 100), MASKED).at[:, 41].set(0.0)
     almost_one = np.nextafter(np.float32(1), np.float32(0))
-    assert sample_token(logits, jnp.array([0.0, 0.5, almost_one])).tolist() == [41] * 3
+    assert sample_token(logits, jnp.array([0.0, 0.5, almost_one]))[0].tolist() == [41] * 3
 
 
 @pytest.mark.parametrize("vocab", [48, 50, 1030])  # tp divides it, or does not
@@ -31,9 +33,12 @@ def test_sharded_vocabularies_draw_the_same(vocab):
     logits = 2 * jax.random.normal(jax.random.key(vocab), (64, vocab))
     uniform = jax.random.uniform(jax.random.key(1), (64,))
     plain = sample_token(logits, uniform)
+    exact = jax.nn.logsumexp(logits, axis=-1)
     with jax.set_mesh(sharding.make_mesh(1, 2, 4)):
         sharded = jax.jit(sample_token)(logits, uniform)
-    np.testing.assert_array_equal(plain, sharded)
+    np.testing.assert_array_equal(plain[0], sharded[0])
+    for _, log_mass in (plain, sharded):
+        np.testing.assert_allclose(log_mass, exact, rtol=1e-6)
 
 
 def kept(logits, **s):

@@ -1,9 +1,11 @@
 import json
 import shutil
 
+import numpy as np
 import pytest
 
 from fgrpo_jax import UserError, tokenizer, weights
+from fgrpo_jax.tokenizer import StopStrings
 
 TINY = weights.EMBEDDED / "tiny_arithmetic"
 
@@ -147,3 +149,33 @@ def test_the_file_s_own_splitting_rules_hold(tmp_path):
     content["decoder"] = None
     (out / "tokenizer.json").write_text(json.dumps(content))
     assert tokenizer.load(out).encode(["a b"])[0] == tokenizer.load(TINY).encode(["a_b"])[0]
+
+
+def test_stop_strings(tiny):
+    """The response keeps the token that completes a string; its text ends before the string."""
+    (ids,) = tiny.encode(["12+34=46|99"])
+    tokens = np.array(ids, np.int32)
+    at = [tiny.decode(ids[: n + 1]) for n in range(len(ids))]
+    stop = StopStrings(tiny, ("46", "|9"))
+    first = next(n for n, text in enumerate(at) if "46" in text) + 1
+    for new in range(len(ids) - first + 1, len(ids) + 1):
+        assert stop.stopped(tokens, new) == first
+    assert stop.stopped(tokens[: first - 1], 2) is None
+    assert stop.text(tokens) == stop.text(tokens[:first]) == "12+34="
+    assert StopStrings(tiny, ("x",)).stopped(tokens, len(tokens)) is None
+    assert StopStrings(tiny, ("x",)).text(tokens) == "12+34=46|99"
+
+
+def test_stop_strings_over_many_looks(tiny):
+    """Whatever the looks, a string across their border is found, at the same token."""
+    (ids,) = tiny.encode(["0123456789" * 3 + "ab" + "12"])
+    tokens, stop = np.array(ids, np.int32), StopStrings(tiny, ("9ab1",))
+    for size in (1, 2, 3, 7):
+        found = None
+        for end in range(size, len(ids) + size, size):
+            end = min(end, len(ids))
+            found = stop.stopped(tokens[:end], min(size, end) if end % size == 0 else end % size)
+            if found:
+                break
+        assert "9ab1" in tiny.decode(ids[:found])
+        assert "9ab1" not in tiny.decode(ids[: found - 1])

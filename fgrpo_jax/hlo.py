@@ -1,0 +1,76 @@
+"""Reads compiled programs: which collectives they have, inside loops and outside."""
+
+import math
+import re
+from typing import Any
+
+KINDS = "all-reduce all-gather reduce-scatter all-to-all collective-permute".split()
+BYTES = {"f64": 8, "f32": 4, "bf16": 2, "f16": 2, "pred": 1}
+
+_HEAD = re.compile(r"^(ENTRY )?%?([\w.\-]+) .*\{\s*$")
+_COLLECTIVE = re.compile(rf" = (.+?) ({'|'.join(KINDS)})(-start)?\(")
+_CALLS = re.compile(
+    r"(body|condition|to_apply|calls|branch_computations|true_computation|false_computation"
+    r"|called_computations)=(\{[^}]*\}|%?[\w.\-]+)"
+)
+_TRIPS = re.compile(r'known_trip_count"?[:=]\s*\{"?n"?[:=]"?(\d+)')
+
+
+def size(shape: str) -> list[int]:
+    """Bytes of the arrays of an HLO shape, as "bf16[64,1,3584]{2,1,0}" or a tuple of such."""
+    found = []
+    for kind, dims in re.findall(r"\b([a-z]+\d*\w*)\[([\d,]*)\]", shape):
+        bits = re.search(r"\d+", kind)
+        item = BYTES.get(kind) or (int(bits[0]) / 8 if bits else 0)
+        found.append(int(item * math.prod(int(d) for d in dims.split(",") if d)))
+    return found
+
+
+def collectives(text: str) -> dict[str, dict[str, dict[str, Any]]]:
+    """{"loops" or "outside": {kind: {"count", "largest", "times", "bytes"}}} of an HLO text.
+
+    count: how often it is written; times, and bytes in all: how often it runs, of loops whose
+    length XLA knows; others, as that over tokens, count as one turn.
+    """
+    lines: dict[str, list[str]] = {}
+    entry = here = ""
+    for line in text.splitlines():
+        if line and not line[0].isspace():
+            if head := _HEAD.match(line):
+                here = head[2]
+                lines[here] = []
+                entry = here if head[1] else entry
+        elif here:
+            lines[here].append(line)
+    found: dict[str, dict[str, dict[str, Any]]] = {"loops": {}, "outside": {}}
+
+    def visit(name: str, times: int, looped: bool) -> None:
+        for line in lines.get(name, ()):
+            if match := _COLLECTIVE.search(line):
+                kind, sizes = match[2], size(match[1])
+                if name.startswith("all-reduce-scatter"):  # how a TPU fuses one
+                    kind = "reduce-scatter"
+                gathers = match[3] and kind != "all-reduce"  # the operand is in the tuple too
+                moved = max(sizes, default=0) if gathers else sum(sizes)
+                row = found["loops" if looped else "outside"].setdefault(
+                    kind, {"count": 0, "largest": 0, "times": 0, "bytes": 0}
+                )
+                row["count"] += 1
+                row["largest"] = max(row["largest"], moved)
+                row["times"] += times
+                row["bytes"] += times * moved
+                continue
+            calls = _CALLS.findall(line)
+            loop = any(role == "body" for role, _ in calls)
+            trips = _TRIPS.search(line) if loop else None
+            for role, names in calls:
+                inside = role in ("body", "condition")
+                for child in re.findall(r"[\w.\-]+", names):
+                    visit(
+                        child,
+                        times * int(trips[1]) if trips and inside else times,
+                        looped or inside,
+                    )
+
+    visit(entry, 1, False)
+    return found

@@ -1,0 +1,266 @@
+"""Memory, FLOPs and bytes of a step by formulas, and what a chip needs for them at least.
+
+XLA counts a loop's body once, so none of this is read from it. Letters as in fgrpo_jax. Sizes are
+bytes of one device. What is left out makes real runs slower: collectives, the host, kernels below
+the chip's peak.
+"""
+
+import dataclasses
+from typing import Any, NamedTuple
+
+from fgrpo_jax.accelerators import Chip
+from fgrpo_jax.layers import ModelConfig
+
+GIB = 2**30
+HEADROOM = 0.1  # of memory that must stay free: peaks at O0 are some 7 % below the full level's
+
+
+class Weights(NamedTuple):
+    """How many of each."""
+
+    layer: int  # entries of one layer's matrices
+    small: int  # of one layer's biases and norms
+    table: int  # of the embedding, and of the head
+
+    @classmethod
+    def of(cls, m: ModelConfig) -> "Weights":
+        heads = m.width * m.head_size * (2 * m.heads + 2 * m.kv_heads)
+        biases = m.head_size * (m.heads + 2 * m.kv_heads)
+        matrices = heads + 3 * m.width * m.feed_forward
+        return cls(matrices, biases + 2 * m.width, m.vocab * m.width)
+
+
+def parameters(m: ModelConfig) -> int:
+    """All weights of the model; a head that is the embedding is counted once."""
+    w = Weights.of(m)
+    return m.layers * (w.layer + w.small) + (1 if m.tied else 2) * w.table + m.width
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """What of a config, on a mesh, the formulas read."""
+
+    model: ModelConfig
+    chip: Chip
+    replica: int
+    fsdp: int
+    tp: int
+    item: int  # bytes of a number in the compute dtype
+    prompts: int  # P
+    samples: int  # N
+    trained: int  # rows that are learned from
+    minibatch: int  # rows of an optimizer update
+    microbatch: int  # rows
+    epochs: int
+    columns: int  # C
+    response: int  # T, most tokens
+    mean_response: int
+    remat: bool
+    logit_chunk: int
+    old: bool  # old log-probabilities are computed
+    reference: bool  # those of a reference too
+    slots: int  # that decode, over all devices
+    waiting: int  # prefilled prompts, over all devices
+    cached: int  # S of a slot
+    flash: bool  # attention builds no [T, S] array, and skips what is not causal
+    ragged: bool  # decoding reads a row's own columns only
+
+    @property
+    def devices(self) -> int:
+        return self.replica * self.fsdp * self.tp
+
+    @property
+    def shards(self) -> int:
+        """Parts that rows are cut in."""
+        return self.replica * self.fsdp
+
+
+def column_bytes(j: Job) -> int:
+    """Keys and values of one column on a device."""
+    m = j.model
+    return 2 * m.layers * m.kv_heads * m.head_size * j.item // j.tp
+
+
+def memory(j: Job) -> dict[str, float]:
+    """What the parts of a step take; activations and logits are estimates, the rest is exact up
+    to padding."""
+    m, w = j.model, Weights.of(j.model)
+    count, rows = parameters(m) / (j.fsdp * j.tp), j.microbatch / j.shards
+    S, tp = j.columns + j.response, j.tp
+    per_column = {  # numbers of a layer that wait for the backward pass
+        True: m.width,
+        False: 6 * m.width + (2 * m.heads + 4 * m.kv_heads) * m.head_size / tp
+        + 4 * m.feed_forward / tp,
+    }  # fmt: skip
+    score = 0.0 if j.flash else 2.5 * 4 * rows * S * S * m.heads / tp
+    one_layer = rows * S * per_column[False] * j.item * 1.5 + score
+    kept = m.layers * (rows * S * per_column[j.remat] * j.item + (0 if j.remat else score))
+    gathered = 2 * j.item * w.layer / tp + 2 * j.item * w.table / tp
+    decoder = m.layers * (w.layer / tp + w.small) + (1 if m.tied else 2) * w.table / tp
+    return {
+        "parameters": 4 * count,
+        "optimizer": 8 * count,
+        "gradients": 8 * count,  # summed, and a microbatch's
+        "activations": kept + one_layer,
+        "logits": 3 * 4 * rows * min(j.logit_chunk, j.response) * m.vocab / tp,
+        "gathered": gathered,
+        "batch": j.trained / j.shards * (4 * S + 5 * j.response + 8),
+        "decode weights": j.item * decoder,
+        "cache": column_bytes(j) * (j.slots * j.cached + j.waiting * j.columns) / j.shards,
+        "reference": j.item * count if j.reference else 0,
+    }
+
+
+def rollout_bytes(j: Job) -> float:
+    """Peak while sampling, but for temporaries."""
+    b = memory(j)
+    names = ("parameters", "optimizer", "decode weights", "cache", "reference")
+    return sum(b[name] for name in names)
+
+
+def update_bytes(j: Job) -> float:
+    """Peak of the update, about: the weights that decode and their cache are gone."""
+    b = memory(j)
+    return sum(b.values()) - b["decode weights"] - b["cache"]
+
+
+def forward_flops(j: Job, columns: int, heads: int) -> float:
+    """Of one row of so many columns, `heads` of them through the head; whole tiles above the
+    diagonal are skipped by flash attention only."""
+    m, w = j.model, Weights.of(j.model)
+    attention = 4 * m.heads * m.head_size * columns**2 * (0.5 if j.flash else 1)
+    return m.layers * (2 * w.layer * columns + attention) + 2 * w.table * heads
+
+
+class Cost(NamedTuple):
+    """Of one phase on one device."""
+
+    flops: float
+    bytes: float
+    seconds: float
+    bound: str
+
+
+def _cost(chip: Chip, flops: float, size: float, times: float, what: str = "memory") -> Cost:
+    """`times` equal parts, each as slow as the slower of arithmetic and memory."""
+    arithmetic, memory = flops / chip.tflops / 1e12, size / chip.gbs / 1e9
+    bound = "arithmetic" if arithmetic >= memory else what
+    return Cost(flops * times, size * times, max(arithmetic, memory) * times, bound)
+
+
+def decode_steps(j: Job) -> float:
+    """Of the loop in a rollout: all slots busy, and the longest row at its limit."""
+    return max(j.prompts * j.samples * j.mean_response / j.slots, j.response)
+
+
+def phases(j: Job) -> dict[str, Cost]:
+    """Prefill and decode of a rollout; log-probabilities and update. Rows are not packed, so the
+    last two compute every column of every row."""
+    m, w, chip = j.model, Weights.of(j.model), j.chip
+    S, item = j.columns + j.response, j.item
+    reads = item * (m.layers * w.layer + w.table) / j.tp  # a pass over the weights
+    prefill = _cost(
+        chip, j.prompts * forward_flops(j, j.columns, 0) / j.devices,
+        reads * max(1, j.prompts / max(j.waiting, 1)), 1, "weights",
+    )  # fmt: skip
+
+    steps = decode_steps(j)
+    slots = j.prompts * j.samples * j.mean_response / steps / j.shards  # busy ones, on a device
+    # prompts count as max_prompt long; half of the response is there on average
+    seen = j.columns + j.mean_response / 2 if j.ragged else j.cached
+    attention = 4 * m.layers * m.heads * m.head_size * seen
+    flops = slots * (2 * (m.layers * w.layer + w.table) + attention) / j.tp
+    cache = seen * column_bytes(j) * (slots if j.ragged else j.slots / j.shards)
+    decode = _cost(chip, flops, reads + cache, steps, "weights" if reads > cache else "cache")
+
+    one = forward_flops(j, S, j.response)
+    layers = one - 2 * w.table * j.response
+    passes = 3 * one + (layers if j.remat else 0) + (one - layers)  # logits are made again
+    micros = j.trained / j.microbatch
+    kept = m.layers * j.microbatch / j.shards * S * m.width * item * 4
+    per_micro = (4 if j.remat else 3) * reads + 2 * kept
+    count = parameters(m) / (j.fsdp * j.tp)
+    learn_bytes = j.epochs * (micros * (per_micro + 12 * count))
+    learn_bytes += j.epochs * j.trained / j.minibatch * 28 * count  # the optimizer's own
+    found = {
+        "prefill": prefill,
+        "decode": decode,
+        "update": _cost(chip, j.epochs * j.trained * passes / j.devices, learn_bytes, 1),
+    }
+    forward = j.old + j.reference
+    if forward:
+        flops = forward * j.trained * one / j.devices
+        found["logprobs"] = _cost(chip, flops, forward * micros * (reads + kept), 1)
+    return found
+
+
+def times(j: Job) -> dict[str, Any]:
+    """Seconds of a step, and tokens a second and chip."""
+    costs = phases(j)
+    rollout = costs["prefill"].seconds + costs["decode"].seconds
+    update = sum(costs[name].seconds for name in ("update", "logprobs") if name in costs)
+    tokens = j.prompts * j.samples * j.mean_response
+    return {
+        "rollout_s": rollout,
+        "update_s": update,
+        "tokens_per_s_per_chip": tokens / (rollout + update) / j.devices,
+        "mean_response": j.mean_response,
+        "phases": {name: cost._asdict() for name, cost in costs.items()},
+    }
+
+
+def suggestions(j: Job, rollout: float, update: float) -> list[str]:
+    """What would fit, one line each, where a compiled step's peaks do not.
+
+    rollout, update: those peaks, in bytes; a change is judged by its difference in the formulas.
+    The fewest changes come first, then the fastest step.
+    """
+    allowed = j.chip.gib * GIB * (1 - HEADROOM)
+    found: list[tuple[int, float, str]] = []
+    meshes = [(j.fsdp, j.tp)] + [
+        (n // tp, tp) for n in [j.fsdp * j.tp] for tp in (1, 2, 4, 8, 16)
+        if n % tp == 0 and j.model.kv_heads % tp == 0 and tp != j.tp
+        and j.prompts % (j.replica * n // tp) == 0
+    ]  # fmt: skip
+    for fsdp, tp in meshes:
+        shards = j.replica * fsdp
+        micros = [j.microbatch] if j.microbatch % shards == 0 else []
+        micros += [
+            n for n in sorted({j.microbatch // 2**k for k in range(1, 9)} | {shards}, reverse=True)
+            if 0 < n < j.minibatch and n % shards == 0 and j.minibatch % n == 0
+            and n != j.microbatch
+        ]  # fmt: skip
+        for micro in micros:
+            for remat in {j.remat, True}:
+                for slots in (j.slots, j.slots // 2, j.slots // 4, j.slots // 8, j.slots // 16):
+                    if slots < shards:
+                        continue
+                    share = j.waiting * slots // j.slots if slots != j.slots else j.waiting
+                    new = dataclasses.replace(
+                        j, fsdp=fsdp, tp=tp, microbatch=micro, remat=remat, slots=slots,
+                        waiting=max(shards, share),
+                    )  # fmt: skip
+                    peaks = (
+                        rollout + rollout_bytes(new) - rollout_bytes(j),
+                        update + update_bytes(new) - update_bytes(j),
+                    )
+                    changed = {
+                        "mesh.fsdp": (fsdp, j.fsdp), "mesh.tp": (tp, j.tp),
+                        "learn.microbatch": (micro, j.microbatch),
+                        "model.remat": ("full" if remat else "none", "full" if j.remat else "none"),
+                        "rollout.slots": (slots, j.slots),
+                    }  # fmt: skip
+                    flags = [
+                        f"--config.{k}={new}" for k, (new, was) in changed.items() if new != was
+                    ]
+                    if not flags or max(peaks) > allowed:
+                        continue
+                    took = times(new)
+                    text = (
+                        f"{' '.join(flags)}: about {peaks[0] / GIB:.1f} GiB in the rollout and "
+                        f"{peaks[1] / GIB:.1f} in the update, {took['rollout_s']:.0f} + "
+                        f"{took['update_s']:.0f} s a step at best"
+                    )
+                    cost = len(flags) - ((fsdp, tp) != (j.fsdp, j.tp))
+                    found.append((cost, took["rollout_s"] + took["update_s"], text))
+    return [text for _, _, text in sorted(found)][:5]

@@ -1,0 +1,35 @@
+"""Runs a script that compiles for TPUs that are not here, where libtpu is installed."""
+
+import importlib.util
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+needs_libtpu = pytest.mark.skipif(
+    importlib.util.find_spec("libtpu") is None, reason="needs libtpu: pip install 'jax[tpu]'"
+)
+SETTINGS = dict(  # libtpu reads them before Python code runs: a process of its own
+    JAX_PLATFORMS="cpu",
+    JAX_OPTIMIZATION_LEVEL="O0",
+    TPU_SKIP_MDS_QUERY="1",
+    TPU_LOG_DIR="disabled",
+    ALLOW_MULTIPLE_LIBTPU_LOAD="1",
+)
+
+
+def reports(script, *arguments):
+    """The JSON objects that it prints, a line each."""
+    tests = pathlib.Path(__file__).parent
+    path = os.pathsep.join([str(tests.parent), os.environ.get("PYTHONPATH", "")])
+    done = subprocess.run(
+        [sys.executable, str(tests / script), *arguments],
+        env=os.environ | SETTINGS | dict(PYTHONPATH=path),
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
