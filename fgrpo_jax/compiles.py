@@ -20,21 +20,30 @@ from fgrpo_jax import UserError, accelerators, config, roofline, sharding, valid
 from fgrpo_jax.hlo import collectives
 from fgrpo_jax.programs import build, devices, model_shape
 
+FORM = "1"  # of the reports kept: another is not read
 MULTIPLES = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
-def out_of_memory(message: str) -> dict[str, Any] | None:
+def out_of_memory(message: str, arguments: int) -> dict[str, Any] | None:
     """Bytes that XLA wanted, from its error; None if it speaks of something else."""
-    used = re.search(r"Used ([\d.]+)([KMGT]) of ([\d.]+)([KMGT]) hbm", message)
-    if "RESOURCE_EXHAUSTED" not in message or not used:
+    if "RESOURCE_EXHAUSTED" not in message:
         return None
-    wanted = float(used[1]) * MULTIPLES[used[2]]
-    return {"oom": used[0] + ".", "peak": int(wanted)}
+    if used := re.search(r"Used ([\d.]+)([KMGT]) of [\d.]+[KMGT] hbm", message):
+        beside = 0
+    elif used := re.search(
+        r"temporaries \(([\d.]+)([KMGT])\) exceeds available HBM .*?\)", message
+    ):
+        beside = arguments
+    else:
+        return None
+    return {"oom": used[0], "peak": int(float(used[1]) * MULTIPLES[used[2]]) + beside}
 
 
-def compile_one(lowered: Any, folder: pathlib.Path | None, options: list[str]) -> dict[str, Any]:
-    """What XLA says of a lowered program; kept in the folder, since executables for devices that
-    are not here cannot be."""
+def compile_one(
+    lowered: Any, arguments: int, folder: pathlib.Path | None, options: list[str]
+) -> dict[str, Any]:
+    """What XLA says of a lowered program, whose arguments have so many bytes; kept in the folder,
+    since executables for devices that are not here cannot be."""
     digest = hashlib.sha256("\n".join([lowered.as_text(), *options]).encode()).hexdigest()
     path = folder / f"{digest}.json" if folder else None
     if path and path.is_file():
@@ -43,7 +52,7 @@ def compile_one(lowered: Any, folder: pathlib.Path | None, options: list[str]) -
     try:
         compiled = lowered.compile()
     except jax.errors.JaxRuntimeError as error:
-        if (found := out_of_memory(str(error))) is None:
+        if (found := out_of_memory(str(error), arguments)) is None:
             raise UserError(f"XLA cannot compile it: {str(error).splitlines()[0]}") from error
     else:
         memory = compiled.memory_analysis()
@@ -92,10 +101,13 @@ def peaks(parts: dict[str, int], programs: dict[str, dict[str, Any]]) -> dict[st
     }
 
 
-def versions() -> list[str]:
-    names = "jax jaxlib libtpu jax-cuda12-plugin".split()
-    installed = {d.name for d in importlib.metadata.distributions()}
-    return [f"{name} {importlib.metadata.version(name)}" for name in names if name in installed]
+def versions(platform: str) -> list[str]:
+    """Of what compiles for it."""
+    names = {"jax", "jaxlib"} | {"tpu": {"libtpu"}, "gpu": {"jax-cuda12-plugin"}}.get(
+        platform, set()
+    )
+    installed = {d.name: d.version for d in importlib.metadata.distributions() if d.name in names}
+    return [f"{name} {version}" for name, version in sorted(installed.items())]
 
 
 def report(spec: dict[str, Any]) -> Iterator[dict[str, Any]]:
@@ -111,13 +123,15 @@ def report(spec: dict[str, Any]) -> Iterator[dict[str, Any]]:
     model_shape(c.model.path)
     built = build(c, topology, mean, devices(topology))
     job, folder = built.job, pathlib.Path(spec["cache"]) if spec["cache"] else None
-    options = [topology.name, spec["level"], *versions()]
+    options = [FORM, topology.name, spec["level"], *versions(topology.chip.platform)]
     programs: dict[str, dict[str, Any]] = {}
     for name, lower in built.programs.items():
         start = time.perf_counter()
         lowered = lower()
         lowering = time.perf_counter() - start
-        programs[name] = compile_one(lowered, folder, options) | {"lowering_s": round(lowering, 1)}
+        programs[name] = compile_one(lowered, built.arguments[name], folder, options) | {
+            "lowering_s": round(lowering, 1)
+        }
         yield {"program": name} | programs[name]
     worst = peaks(built.parts, programs)
     rollout, update = worst["rollout phase"], worst["update phase"]
@@ -137,7 +151,7 @@ def report(spec: dict[str, Any]) -> Iterator[dict[str, Any]]:
         "model": c.model.path,
         "parameters": roofline.parameters(job.model),
         "level": spec["level"],
-        "versions": versions(),
+        "versions": options[3:],
         "programs": programs,
         "parts": built.parts,
         "formulas": roofline.memory(job),

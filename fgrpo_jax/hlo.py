@@ -14,6 +14,18 @@ _CALLS = re.compile(
     r"|called_computations)=(\{[^}]*\}|%?[\w.\-]+)"
 )
 _TRIPS = re.compile(r'known_trip_count"?[:=]\s*\{"?n"?[:=]"?(\d+)')
+_CONSTANT = re.compile(r"%?([\w.\-]+) = [su]32\[\]\S* constant\((\d+)\)")
+_UPTO = re.compile(r"ROOT .* compare\(%?[\w.\-]+, %?([\w.\-]+)\), direction=LT")
+
+
+def _trips(line: str, condition: list[str]) -> int:
+    """Turns of a while loop: as noted, or the bound of its condition, counted from 0; else 1."""
+    if noted := _TRIPS.search(line):
+        return int(noted[1])
+    found = [match for x in condition if (match := _CONSTANT.search(x))]
+    constants = {str(match[1]): int(match[2]) for match in found}
+    bounds = [match[1] for x in condition if (match := _UPTO.search(x))]
+    return constants.get(str(bounds[0]), 1) if bounds else 1
 
 
 def size(shape: str) -> list[int]:
@@ -29,8 +41,8 @@ def size(shape: str) -> list[int]:
 def collectives(text: str) -> dict[str, dict[str, dict[str, Any]]]:
     """{"loops" or "outside": {kind: {"count", "largest", "times", "bytes"}}} of an HLO text.
 
-    count: how often it is written; times, and bytes in all: how often it runs, of loops whose
-    length XLA knows; others, as that over tokens, count as one turn.
+    count: how often it is written; times, and bytes in all: how often it runs, where loops' lengths
+    are known; others, as that over tokens, count as one turn.
     """
     lines: dict[str, list[str]] = {}
     entry = here = ""
@@ -61,16 +73,14 @@ def collectives(text: str) -> dict[str, dict[str, dict[str, Any]]]:
                 row["bytes"] += times * moved
                 continue
             calls = _CALLS.findall(line)
-            loop = any(role == "body" for role, _ in calls)
-            trips = _TRIPS.search(line) if loop else None
+            turns = 1
+            for role, names in calls:
+                if role == "condition":
+                    turns = _trips(line, lines.get(names.lstrip("%"), []))
             for role, names in calls:
                 inside = role in ("body", "condition")
                 for child in re.findall(r"[\w.\-]+", names):
-                    visit(
-                        child,
-                        times * int(trips[1]) if trips and inside else times,
-                        looped or inside,
-                    )
+                    visit(child, times * (turns if inside else 1), looped or inside)
 
     visit(entry, 1, False)
     return found

@@ -6,12 +6,15 @@ the chip's peak.
 """
 
 import dataclasses
+import itertools
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from fgrpo_jax.accelerators import Chip
 from fgrpo_jax.layers import ModelConfig
 
 GIB = 2**30
+Number = int | float
 HEADROOM = 0.1  # of memory that must stay free: peaks at O0 are some 7 % below the full level's
 
 
@@ -81,7 +84,7 @@ def column_bytes(j: Job) -> int:
     return 2 * m.layers * m.kv_heads * m.head_size * j.item // j.tp
 
 
-def memory(j: Job) -> dict[str, float]:
+def memory(j: Job) -> dict[str, Number]:
     """What the parts of a step take; activations and logits are estimates, the rest is exact up
     to padding."""
     m, w = j.model, Weights.of(j.model)
@@ -104,51 +107,54 @@ def memory(j: Job) -> dict[str, float]:
         "activations": kept + one_layer,
         "logits": 3 * 4 * rows * min(j.logit_chunk, j.response) * m.vocab / tp,
         "gathered": gathered,
-        "batch": j.trained / j.shards * (4 * S + 5 * j.response + 8),
+        "batch": j.trained / j.shards * (4 * S + (5 + 4 * j.reference) * j.response + 8),
         "decode weights": j.item * decoder,
         "cache": column_bytes(j) * (j.slots * j.cached + j.waiting * j.columns) / j.shards,
-        "reference": j.item * count if j.reference else 0,
+        "reference": j.item * count if j.reference else 0.0,
     }
 
 
-def rollout_bytes(j: Job) -> float:
+EXACT = ("parameters", "optimizer", "batch", "reference")  # of the update's
+
+
+def rollout_bytes(j: Job) -> Number:
     """Peak while sampling, but for temporaries."""
     b = memory(j)
     names = ("parameters", "optimizer", "decode weights", "cache", "reference")
     return sum(b[name] for name in names)
 
 
-def update_bytes(j: Job) -> float:
+def update_bytes(j: Job) -> Number:
     """Peak of the update, about: the weights that decode and their cache are gone."""
     b = memory(j)
     return sum(b.values()) - b["decode weights"] - b["cache"]
 
 
-def forward_flops(j: Job, columns: int, heads: int) -> float:
+def forward_flops(j: Job, columns: int, heads: int) -> Number:
     """Of one row of so many columns, `heads` of them through the head; whole tiles above the
     diagonal are skipped by flash attention only."""
     m, w = j.model, Weights.of(j.model)
-    attention = 4 * m.heads * m.head_size * columns**2 * (0.5 if j.flash else 1)
+    attention = 4 * m.heads * m.head_size * columns**2 * (0.5 if j.flash else 1.0)
     return m.layers * (2 * w.layer * columns + attention) + 2 * w.table * heads
 
 
 class Cost(NamedTuple):
     """Of one phase on one device."""
 
-    flops: float
-    bytes: float
-    seconds: float
+    flops: Number
+    bytes: Number
+    seconds: Number
     bound: str
 
 
-def _cost(chip: Chip, flops: float, size: float, times: float, what: str = "memory") -> Cost:
+def _cost(chip: Chip, flops: Number, size: Number, times: Number, what: str = "memory") -> Cost:
     """`times` equal parts, each as slow as the slower of arithmetic and memory."""
     arithmetic, memory = flops / chip.tflops / 1e12, size / chip.gbs / 1e9
     bound = "arithmetic" if arithmetic >= memory else what
     return Cost(flops * times, size * times, max(arithmetic, memory) * times, bound)
 
 
-def decode_steps(j: Job) -> float:
+def decode_steps(j: Job) -> Number:
     """Of the loop in a rollout: all slots busy, and the longest row at its limit."""
     return max(j.prompts * j.samples * j.mean_response / j.slots, j.response)
 
@@ -209,58 +215,66 @@ def times(j: Job) -> dict[str, Any]:
     }
 
 
-def suggestions(j: Job, rollout: float, update: float) -> list[str]:
+def _others(j: Job) -> Iterator[Job]:
+    """The job on other meshes, in smaller microbatches, with full remat, with fewer slots."""
+    n = j.fsdp * j.tp
+    meshes = [
+        (n // tp, tp)
+        for tp in (1, 2, 4, 8, 16)
+        if n % tp == 0 and j.model.kv_heads % tp == 0 and j.prompts % (j.replica * n // tp) == 0
+    ]
+    divisors = [d for d in range(j.microbatch, 0, -1) if j.minibatch % d == 0]
+    slots = [j.slots >> k for k in range(5)]
+    for (fsdp, tp), d, remat, B in itertools.product(meshes, divisors, {j.remat, True}, slots):
+        shards = j.replica * fsdp
+        if d % shards == 0 and shards <= B:
+            waiting = max(shards, j.waiting * B // j.slots)
+            yield dataclasses.replace(
+                j, fsdp=fsdp, tp=tp, microbatch=d, remat=remat, slots=B, waiting=waiting
+            )
+
+
+def _keys(j: Job) -> dict[str, str | int]:
+    return {
+        "mesh.fsdp": j.fsdp,
+        "mesh.tp": j.tp,
+        "learn.microbatch": j.microbatch,
+        "model.remat": "full" if j.remat else "none",
+        "rollout.slots": j.slots,
+    }
+
+
+def suggestions(j: Job, rollout: Number, update: Number) -> list[str]:
     """What would fit, one line each, where a compiled step's peaks do not.
 
-    rollout, update: those peaks, in bytes; a change is judged by its difference in the formulas.
-    The fewest changes come first, then the fastest step.
+    rollout, update: those peaks, in bytes. Of a change, the rollout's is judged by its difference
+    in the formulas, and of the update's what is only estimated by its ratio to what was measured.
+    The fewest changes come first, of each set of keys the fastest, and none that has to change
+    more keys than another.
     """
     allowed = j.chip.gib * GIB * (1 - HEADROOM)
-    found: list[tuple[int, float, str]] = []
-    meshes = [(j.fsdp, j.tp)] + [
-        (n // tp, tp) for n in [j.fsdp * j.tp] for tp in (1, 2, 4, 8, 16)
-        if n % tp == 0 and j.model.kv_heads % tp == 0 and tp != j.tp
-        and j.prompts % (j.replica * n // tp) == 0
-    ]  # fmt: skip
-    for fsdp, tp in meshes:
-        shards = j.replica * fsdp
-        micros = [j.microbatch] if j.microbatch % shards == 0 else []
-        micros += [
-            n for n in sorted({j.microbatch // 2**k for k in range(1, 9)} | {shards}, reverse=True)
-            if 0 < n < j.minibatch and n % shards == 0 and j.minibatch % n == 0
-            and n != j.microbatch
-        ]  # fmt: skip
-        for micro in micros:
-            for remat in {j.remat, True}:
-                for slots in (j.slots, j.slots // 2, j.slots // 4, j.slots // 8, j.slots // 16):
-                    if slots < shards:
-                        continue
-                    share = j.waiting * slots // j.slots if slots != j.slots else j.waiting
-                    new = dataclasses.replace(
-                        j, fsdp=fsdp, tp=tp, microbatch=micro, remat=remat, slots=slots,
-                        waiting=max(shards, share),
-                    )  # fmt: skip
-                    peaks = (
-                        rollout + rollout_bytes(new) - rollout_bytes(j),
-                        update + update_bytes(new) - update_bytes(j),
-                    )
-                    changed = {
-                        "mesh.fsdp": (fsdp, j.fsdp), "mesh.tp": (tp, j.tp),
-                        "learn.microbatch": (micro, j.microbatch),
-                        "model.remat": ("full" if remat else "none", "full" if j.remat else "none"),
-                        "rollout.slots": (slots, j.slots),
-                    }  # fmt: skip
-                    flags = [
-                        f"--config.{k}={new}" for k, (new, was) in changed.items() if new != was
-                    ]
-                    if not flags or max(peaks) > allowed:
-                        continue
-                    took = times(new)
-                    text = (
-                        f"{' '.join(flags)}: about {peaks[0] / GIB:.1f} GiB in the rollout and "
-                        f"{peaks[1] / GIB:.1f} in the update, {took['rollout_s']:.0f} + "
-                        f"{took['update_s']:.0f} s a step at best"
-                    )
-                    cost = len(flags) - ((fsdp, tp) != (j.fsdp, j.tp))
-                    found.append((cost, took["rollout_s"] + took["update_s"], text))
-    return [text for _, _, text in sorted(found)][:5]
+    exact = sum(memory(j)[name] for name in EXACT)
+    ratio = max(0, update - exact) / (update_bytes(j) - exact)
+    found = []
+    for new in _others(j):
+        b = memory(new)
+        exact = sum(b[name] for name in EXACT)
+        peaks = (
+            rollout + rollout_bytes(new) - rollout_bytes(j),
+            exact + max(ratio * (update_bytes(new) - exact), b["gradients"] / 2),
+        )
+        if max(peaks) <= allowed:
+            changed = {key: x for key, x in _keys(new).items() if x != _keys(j)[key]}
+            took = times(new)
+            seconds = took["rollout_s"] + took["update_s"]
+            found.append((len(changed), seconds, -new.microbatch, changed, peaks, took))
+    said: list[tuple[set[str], str]] = []
+    for *_, changed, (sampling, learning), took in sorted(found, key=lambda x: x[:3]):
+        if changed and not any(keys <= set(changed) for keys, _ in said):
+            flags = " ".join(f"--config.{key}={x}" for key, x in changed.items())
+            text = (
+                f"{flags}: about {sampling / GIB:.1f} GiB in the rollout and {learning / GIB:.1f} "
+                f"in the update, {took['rollout_s']:.0f} + {took['update_s']:.0f} s a step at best"
+            )
+            said.append((set(changed), text))
+    return [text for _, text in said]
