@@ -19,10 +19,12 @@ def main(argv: list[str]) -> int:
         choices=bench_sampler.SHAPES,
         help="what the flags below change",
     )
-    for name, kind in bench_sampler.FLAGS.items():
-        sampler.add_argument(f"--{name}", type=kind)
+    for name, options in bench_sampler.FLAGS.items():
+        sampler.add_argument(f"--{name}", **options)
     arguments = vars(parser.parse_args(argv))
     part = arguments.pop("part")
+    if arguments["repeats"] < 1:
+        parser.error("--repeats must be above 0")
     try:
         if part == "losses":
             bench_losses.run(**arguments)

@@ -1,5 +1,6 @@
 """What sampling costs: a random Qwen2 of any shape, against what its matmuls and a copy take."""
 
+import argparse
 import dataclasses
 import json
 import math
@@ -12,10 +13,11 @@ import numpy as np
 
 from fgrpo_jax import UserError, sharding, weights
 from fgrpo_jax.layers import multiply
+from fgrpo_jax.layout import Layout, SamplerSettings, cache_bytes
 from fgrpo_jax.model import DTYPES, Cache, ModelConfig, Policy
 from fgrpo_jax.sampler import make_sampler
 from fgrpo_jax.sampling import Sampling
-from fgrpo_jax.slots import Layout, SamplerSettings, cache_bytes, make_programs
+from fgrpo_jax.slots import make_programs
 from fgrpo_jax.structs import Prompts, Response
 from fgrpo_jax.timing import ceilings, peak_rss, timed
 
@@ -49,8 +51,12 @@ SHAPES = {
         layers=30, hidden=576, intermediate=1536, heads=9, kv_heads=3, vocab=49152, prompts=8
     ),
 }
-FLAGS = {
-    field.name: (lambda text: text == "true") if field.type is bool else type(field.default)
+FLAGS: dict[str, dict[str, Any]] = {  # add_argument's, by field
+    field.name: {"action": argparse.BooleanOptionalAction}
+    if field.type is bool
+    else {"choices": sorted(DTYPES)}
+    if field.name == "dtype"
+    else {"type": type(field.default)}
     for field in dataclasses.fields(Shape)
 }
 STOP = 0  # the only stop token
@@ -122,6 +128,14 @@ def run(shape: str, repeats: int, **changes: Any) -> None:
 
 
 def measure(x: Shape, repeats: int) -> dict[str, Any]:
+    for field in dataclasses.fields(x):
+        value = getattr(x, field.name)
+        if field.type is int and value < 1:
+            raise UserError(f"--{field.name} is {value}: it must be above 0")
+    if x.prompts % jax.device_count():
+        raise UserError(
+            f"--prompts is {x.prompts}: it must be a multiple of the {jax.device_count()} devices"
+        )
     if x.hidden % x.heads or x.heads % x.kv_heads:
         raise UserError(
             f"hidden {x.hidden}, heads {x.heads}, kv_heads {x.kv_heads}: each must be a multiple "

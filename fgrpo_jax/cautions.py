@@ -49,6 +49,9 @@ def warnings(c: Config, default: Config) -> list[str]:
         f"rollout.subset is all {c.algo.group_size} samples of a group: nothing is chosen": (
             c.rollout.subset == c.algo.group_size
         ),
+        f"eval.temperature is 0: all {c.eval.samples} samples of a problem are the same": (
+            c.eval.temperature == 0 and c.eval.samples > 1
+        ),
         "rollout.top_k, top_p or min_p cut the distribution that is sampled from, and the policy's "
         "is trained: importance.kind can weigh the difference": (
             c.importance.kind == "none"

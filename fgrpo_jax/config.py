@@ -89,7 +89,7 @@ def default() -> Config:
     c.rollout.min_p = 0.0  # of those with this share of the likeliest one's probability
     c.rollout.max_drift = 0.1  # nats between sampler and trainer a token, above which a run warns
     c.rollout.slots = 0  # rows that decode at a time; 0: as many as cache_gib holds
-    c.rollout.cache_gib = 4.0  # of a device's memory for keys and values, where slots is 0
+    c.rollout.cache_gib = 4.0  # of a device's memory for the cache and logits, where slots is 0
     c.rollout.waiting = 0  # prompts prefilled ahead; 0: what a chunk may need
     c.rollout.prefill = 8192  # tokens a device prefills at a time; longer prompts go in pieces
     c.rollout.chunk = 64  # decode steps between two looks of the host
@@ -101,6 +101,7 @@ def default() -> Config:
     c.learn = _section()
     c.learn.minibatch = 32  # prompts an optimizer update
     c.learn.microbatch = 256  # rows of a minibatch in memory at a time
+    c.learn.pack = 0  # response columns of rows that hold several of a prompt's responses; 0: off
     c.learn.epochs = 1  # passes over the rollouts of a step
     c.learn.logit_chunk = 512  # response tokens a row whose logits are in memory at a time
 
@@ -220,7 +221,8 @@ def _override(c: Config, text: str) -> None:
         may_be_none = keys(default())[key] is None
         node[leaf] = None if value == "None" and may_be_none else read(value)
     except (ValueError, KeyError):
-        raise UserError(f"config key {key} takes {kind.__name__}, not {value!r}") from None
+        takes = "a string or a JSON list of strings" if kind is tuple else kind.__name__
+        raise UserError(f"config key {key} takes {takes}, not {value!r}") from None
 
 
 def _read_bool(text: str) -> bool:

@@ -5,6 +5,7 @@ Streamed: no text is kept, and a problem that is done before an interruption is 
 
 import collections
 import json
+import os
 import pathlib
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -35,10 +36,12 @@ class Counts:
                 record = json.loads(line)
                 if record["samples"] == samples:
                     self.correct[record["problem"]] = record["correct"]
-            except (ValueError, KeyError):
+            except (ValueError, KeyError, TypeError):
                 break  # the line that a killed process was writing
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text("".join(map(self._line, self.correct)))
+        partial = path.with_name(path.name + ".partial")
+        partial.write_text("".join(map(self._line, self.correct)))
+        os.replace(partial, path)
 
     def _line(self, problem: int) -> str:
         correct = self.correct[problem]
@@ -68,7 +71,7 @@ def make_evaluate(
         problems: the first so many of the held-out set.
         samples: n of the estimator, which pass@k averages over the problems.
         multiple: prompts of all hosts together come in multiples of this.
-        folder: where unfinished evaluations keep their counts.
+        folder: of each evaluation's counts of right answers, by problem.
     """
     total = min(problems, len(held_out.problems))
 
@@ -84,9 +87,7 @@ def make_evaluate(
         if size:
             batch = held_out.batch(indices, np.maximum(indices, 0))
             _judge(stream(params, batch, key, watch), text_of, scorer, held_out, left, counts)
-        result = _result(counts, held_out, mine)
-        counts.path.unlink()
-        return result
+        return _result(counts, held_out, mine)
 
     def _judge(
         responses: Iterator[list[Response]],

@@ -66,13 +66,17 @@ class ModelConfig:
 
 @struct.dataclass
 class Past:
-    """What a layer reads of the cache: its columns before `column`, all in the first `width`."""
+    """Keys and values of columns before the new tokens, which a layer only reads.
+
+    While decoding they are the cache's columns before `column`, all in its first `width`; width
+    None: all columns here, and the new tokens follow them.
+    """
 
     k_LBKSH: Any
     v_LBKSH: Any
     layer: Any  # of the L here
-    column: Any  # of the first new token
-    width: int = struct.field(pytree_node=False)
+    column: Any = None
+    width: int | None = struct.field(pytree_node=False, default=None)
 
 
 def multiply(equation: str, x: Array, weight: Array, **options: Any) -> Array:
@@ -146,7 +150,7 @@ class Attention(nn.Module):
     backends: tuple[str, str]
 
     @nn.compact
-    def __call__(self, x_BTD, turn, start_B, past: Past | None):
+    def __call__(self, x_BTD, turn, start_B, past: Past | None, part_BT):
         c = self.config
         whole, one = self.backends
         q_shape = (c.heads, c.head_size, c.width)
@@ -159,16 +163,16 @@ class Attention(nn.Module):
         v_BKTH = constrain(v.swapaxes(1, 2), "BKSH")
         if past is None:
             out_BTQH = causal_attention(q_BTQH, k_BKTH, v_BKTH, start_B, whole)
-        elif x_BTD.shape[1] == 1:  # the cache is only read here; Policy.decode writes the new rows
+        elif past.width is None:
+            k_BKSH = jnp.concatenate([past.k_LBKSH[past.layer], k_BKTH], axis=2)
+            v_BKSH = jnp.concatenate([past.v_LBKSH[past.layer], v_BKTH], axis=2)
+            out_BTQH = causal_attention(q_BTQH, k_BKSH, v_BKSH, start_B, whole, part_BT)
+        else:  # Policy.decode writes the new rows
             out_BQH = decode_attention(
                 q_BTQH[:, 0], k_BKTH[:, :, 0], v_BKTH[:, :, 0], past.k_LBKSH, past.v_LBKSH,
                 past.layer, start_B, past.column, past.width, one,
             )  # fmt: skip
             out_BTQH = out_BQH[:, None]
-        else:
-            k_BKSH = jnp.concatenate([past.k_LBKSH[past.layer], k_BKTH], axis=2)
-            v_BKSH = jnp.concatenate([past.v_LBKSH[past.layer], v_BKTH], axis=2)
-            out_BTQH = causal_attention(q_BTQH, k_BKSH, v_BKSH, start_B, whole)
         o_shape = (c.width, c.heads, c.head_size)
         out_BTD = Linear("BTQH,DQH->BTD", o_shape, name="o_proj")(constrain(out_BTQH, "BTQH"))
         return out_BTD, (k_BKTH, v_BKTH)
@@ -193,10 +197,10 @@ class Layer(nn.Module):
     backends: tuple[str, str]
 
     @nn.compact
-    def __call__(self, x_BTD, turn, start_B, past: Past | None):
+    def __call__(self, x_BTD, turn, start_B, past: Past | None, part_BT=None):
         c = self.config
         h = RMSNorm(c.rms_eps, name="input_layernorm")(x_BTD)
-        h, rows = Attention(c, self.backends, name="self_attn")(h, turn, start_B, past)
+        h, rows = Attention(c, self.backends, name="self_attn")(h, turn, start_B, past, part_BT)
         x_BTD = constrain(x_BTD + h, "BTD")
         h = RMSNorm(c.rms_eps, name="post_attention_layernorm")(x_BTD)
         return constrain(x_BTD + MLP(c, name="mlp")(h), "BTD"), rows

@@ -1,5 +1,6 @@
 """Log-probabilities and entropies of response tokens, chunked: never a [B, T, V] array."""
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -19,6 +20,8 @@ def response_logprobs(
     temperature: float,
     chunk: int,
     entropy_gradient: bool = False,
+    samples: int = 1,
+    part_BT: Int[Array, "B T"] | None = None,
 ) -> tuple[Float[Array, "B T"], Float[Array, "B T"]]:
     """log pi(token) of the last T tokens of each row, and the entropy of pi there, in nats.
 
@@ -29,11 +32,18 @@ def response_logprobs(
         temperature: above 0; it divides the logits, as in sampling.
         chunk: response columns whose logits are in memory at a time.
         entropy_gradient: whether the entropy passes its gradient, as an entropy bonus needs.
+        samples: so many adjacent rows have one prompt, which is computed once for them.
+        part_BT: numbers of the responses in packed rows, as LearnerBatch.part_Bs.
     """
     with jax.named_scope("logprobs"):
-        hidden_BSD = policy.hidden(params, tokens_BS, start_B)
-        hidden_BTD = hidden_BSD[:, -response - 1 : -1]  # column j predicts column j + 1
         target_BT = tokens_BS[:, -response:]
+        if samples > 1 or part_BT is not None:
+            first = lambda x: x.reshape(-1, samples, *x.shape[1:])[:, 0]
+            prompt_PC, start_P = first(tokens_BS[:, :-response]), first(start_B)
+            hidden_BTD = policy.response_hidden(params, prompt_PC, start_P, target_BT, part_BT)
+        else:
+            hidden_BSD = policy.hidden(params, tokens_BS, start_B)
+            hidden_BTD = hidden_BSD[:, -response - 1 : -1]  # column j predicts column j + 1
 
         @jax.checkpoint  # the backward pass makes a chunk's logits again
         def piece(hidden_BtD, target_Bt):
@@ -59,17 +69,44 @@ def response_logprobs(
         return join(logp), join(entropy)
 
 
+def rows_logprobs(
+    policy: Policy,
+    params: Any,
+    rows: LearnerBatch,
+    temperature: float,
+    chunk: int,
+    entropy_gradient: bool = False,
+    samples: int = 1,
+) -> tuple[Array, Array]:
+    """The same of a microbatch, in the shape of its mask: of packed rows by column."""
+    return response_logprobs(
+        policy, params, rows.tokens_BS, rows.start_B, rows.mask_BT.shape[-1], temperature, chunk,
+        entropy_gradient, samples if rows.part_Bs is None else 1, rows.part_Bs,
+    )  # fmt: skip
+
+
 def batch_logprobs(
-    policy: Policy, params: Any, batch: LearnerBatch, temperature: float, chunk: int
+    policy: Policy,
+    params: Any,
+    batch: LearnerBatch,
+    temperature: float,
+    chunk: int,
+    samples: int = 1,
 ) -> Array:
     """log pi(token) of the responses of [minibatches, microbatches, rows], a microbatch at a time:
     [minibatches, microbatches, rows, T]."""
 
     def microbatch(rows: LearnerBatch) -> Array:
-        response = rows.mask_BT.shape[-1]
-        logp_BT, _ = response_logprobs(
-            policy, params, rows.tokens_BS, rows.start_B, response, temperature, chunk
-        )
-        return logp_BT
+        return rows_logprobs(policy, params, rows, temperature, chunk, samples=samples)[0]
 
-    return jax.lax.map(lambda micros: jax.lax.map(microbatch, micros), batch)
+    def minibatch(micros: LearnerBatch, used: Array | int) -> Array:
+        def body(i, logp):
+            rows = jax.tree.map(lambda x: x[i], micros)
+            return jax.lax.dynamic_update_index_in_dim(logp, microbatch(rows), i, axis=0)
+
+        return jax.lax.fori_loop(0, used, body, jnp.zeros(micros.mask_BT.shape, jnp.float32))
+
+    micros, used_Z = dataclasses.replace(batch, used_Z=None), batch.used_Z
+    if used_Z is None:
+        return jax.lax.map(lambda x: minibatch(x, batch.mask_BT.shape[1]), micros)
+    return jax.lax.map(lambda xs: minibatch(*xs), (micros, used_Z))

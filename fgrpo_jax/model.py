@@ -10,8 +10,8 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Float, Int
 
-from fgrpo_jax.attention import MASKED
-from fgrpo_jax.layers import Layer, ModelConfig, Past, RMSNorm, make_turn, multiply
+from fgrpo_jax.layers import Layer, ModelConfig, Past, RMSNorm, Turn, make_turn, multiply
+from fgrpo_jax.numerics import MASKED
 from fgrpo_jax.sharding import constrain
 
 
@@ -24,6 +24,12 @@ class Cache:
 
     k_LBKSH: Any
     v_LBKSH: Any
+
+
+def blocks(params: Any) -> tuple[Any, ...]:
+    """The stacks of layers that follow each other."""
+    layers = params["layers"]
+    return layers if isinstance(layers, tuple) else (layers,)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,7 +69,43 @@ class Policy:
         self, params: Any, token_BT: Int[Array, "B T"], start_B: Int[Array, " B"]
     ) -> Float[Array, "B T D"]:
         """Final hidden states of whole rows."""
-        return self._forward(params, token_BT, start_B, keep_rows=False)[0]
+        return self._forward(params, token_BT, start_B, 0, None, None, keep_rows=False)[0]
+
+    def response_hidden(
+        self,
+        params: Any,
+        prompt_PC: Int[Array, "P C"],
+        start_P: Int[Array, " P"],
+        response_BT: Int[Array, "B T"],
+        part_BT: Int[Array, "B T"] | None = None,
+    ) -> Float[Array, "B T D"]:
+        """The final hidden states that predict the tokens of responses.
+
+        The B / P responses of a prompt are adjacent, and the prompt is computed once for all.
+        part_BT: a row holds several responses of its prompt, numbered from 1; 0 is padding.
+        """
+        c, C, T = self.config, prompt_PC.shape[1], response_BT.shape[1]
+        each = lambda x: jnp.repeat(x, response_BT.shape[0] // prompt_PC.shape[0], axis=0)
+        begins_BT = jnp.broadcast_to(jnp.arange(T) == 0, response_BT.shape)
+        if part_BT is not None:
+            begins_BT |= part_BT != jnp.pad(part_BT, [(0, 0), (1, 0)])[:, :-1]
+        begin_BT = jax.lax.cummax(jnp.where(begins_BT, jnp.arange(T)[None], 0), axis=1)
+        turn_P = self._turn(jnp.arange(C)[None] - start_P[:, None])
+        turn_B = self._turn(C + jnp.arange(T)[None] - begin_BT - each(start_P)[:, None])
+
+        def layer(carry, weights):
+            x_PCD, x_BTD = carry
+            apply = functools.partial(Layer(c, self.backends).apply, {"params": weights})
+            x_PCD, (k_PKCH, v_PKCH) = apply(x_PCD, turn_P, start_P, None)
+            past = Past(each(k_PKCH)[None], each(v_PKCH)[None], 0)
+            return (x_PCD, apply(x_BTD, turn_B, each(start_P), past, part_BT)[0]), None
+
+        layer = jax.checkpoint(layer, prevent_cse=False) if self.remat else layer
+        x = self._embed(params, prompt_PC), self._embed(params, response_BT)
+        (x_PCD, x_BTD), _ = jax.lax.scan(layer, x, params["layers"])
+        before_BTD = jnp.pad(x_BTD, [(0, 0), (1, 0), (0, 0)])[:, :-1]
+        x_BTD = jnp.where(begins_BT[..., None], each(x_PCD[:, -1:]), before_BTD)
+        return self._norm(params, constrain(x_BTD, "BTD"))
 
     def prefill(
         self,
@@ -74,8 +116,8 @@ class Policy:
     ) -> tuple[Float[Array, "B D"], Cache]:
         """The last column's hidden states, and the cache of these T columns, which follow those
         of `cache`."""
-        width = cache.k_LBKSH[0].shape[3] if cache else 0
-        hidden_BTD, rows = self._forward(params, token_BT, start_B, width, cache, width)
+        column = cache.k_LBKSH[0].shape[3] if cache else 0
+        hidden_BTD, rows = self._forward(params, token_BT, start_B, column, cache, None)
         return hidden_BTD[:, -1], rows
 
     def decode(
@@ -101,37 +143,30 @@ class Policy:
         # caches of unrolled layers.
         column += (hidden_BTD[0, 0, 0] == jnp.inf).astype(column.dtype)
         write = functools.partial(jax.lax.dynamic_update_slice_in_dim, start_index=column, axis=3)
-        # the compute dtype may be wider than the cache's
-        cache = jax.tree.map(lambda x, row: write(x, row.astype(x.dtype)), cache, rows)
-        return hidden_BTD[:, 0], cache
+        return hidden_BTD[:, 0], jax.tree.map(write, cache, rows)
 
     def _forward(
         self,
         params: Any,
         token_BT: Array,
         start_B: Array,
-        column: Any = 0,
-        cache: Cache | None = None,
-        width: int = 0,
+        column: Any,
+        cache: Cache | None,
+        width: int | None,
         keep_rows: bool = True,
     ) -> tuple[Array, Any]:
         """Normalised hidden states of tokens whose first column is `column`, and their Cache."""
-        c = self.config
-        position_BT = column + jnp.arange(token_BT.shape[1])[None] - start_B[:, None]
-        turn = make_turn(jnp.maximum(position_BT, 0), c.head_size, c.rope_theta)
-        weight_VD = params["embed_tokens"]["weight"]
-        x_BTD = constrain(weight_VD[token_BT].astype(self.dtype), "BTD")
-        blocks = params["layers"] if isinstance(params["layers"], tuple) else (params["layers"],)
+        turn = self._turn(column + jnp.arange(token_BT.shape[1])[None] - start_B[:, None])
+        x_BTD = self._embed(params, token_BT)
         rows = []
-        for i, block in enumerate(blocks):
+        for i, block in enumerate(blocks(params)):
 
             def layer(x_BTD, xs, i=i):
                 weights, number = xs
                 past = None
                 if cache:
-                    there = jnp.asarray(column, jnp.int32)
-                    past = Past(cache.k_LBKSH[i], cache.v_LBKSH[i], number, there, width)
-                module = Layer(c, self.backends)
+                    past = Past(cache.k_LBKSH[i], cache.v_LBKSH[i], number, column, width)
+                module = Layer(self.config, self.backends)
                 x_BTD, new = module.apply({"params": weights}, x_BTD, turn, start_B, past)
                 return x_BTD, new if keep_rows else None
 
@@ -139,9 +174,21 @@ class Policy:
             layer = jax.checkpoint(layer, prevent_cse=False) if self.remat else layer
             x_BTD, new = jax.lax.scan(layer, x_BTD, (block, jnp.arange(count)), unroll=count == 1)
             rows.append(new)
-        x_BTD = RMSNorm(c.rms_eps).apply({"params": params["norm"]}, x_BTD)
-        assert isinstance(x_BTD, Array)
-        return x_BTD, Cache(*zip(*rows, strict=True)) if keep_rows else None
+        cache = Cache(*zip(*rows, strict=True)) if keep_rows else None
+        return self._norm(params, x_BTD), cache
+
+    def _turn(self, position_BT: Array) -> Turn:
+        c = self.config
+        return make_turn(jnp.maximum(position_BT, 0), c.head_size, c.rope_theta)
+
+    def _embed(self, params: Any, token_BT: Array) -> Array:
+        weight_VD = params["embed_tokens"]["weight"]
+        return constrain(weight_VD[token_BT].astype(self.dtype), "BTD")
+
+    def _norm(self, params: Any, x_BTD: Array) -> Array:
+        out_BTD = RMSNorm(self.config.rms_eps).apply({"params": params["norm"]}, x_BTD)
+        assert isinstance(out_BTD, Array)
+        return out_BTD
 
     def logits(self, params: Any, hidden: Array, temperature: float) -> Array:
         """float32 logits [B (T) V] of hidden states [B (T) D], divided by a temperature above 0.

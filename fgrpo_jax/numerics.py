@@ -10,6 +10,7 @@ from jax.lax import stop_gradient
 from jaxtyping import Array
 
 MAX_LOG_RATIO = 20.0  # nats, as in verl
+MASKED = -1e30  # of scores and logits; finite, so that a row with none left gives no NaN
 
 
 Result = TypeVar("Result")

@@ -101,10 +101,10 @@ def clipped(
 
 
 def drift_weight(
-    o: Objective, old_logp_BT: Array, sampled_logp_BT: Array, mask_BT: Array
+    o: Objective, old_logp_BT: Array, drawn_logp_BT: Array, mask_BT: Array
 ) -> Array | None:
     """[B, T], what multiplies the surrogate where sampler and trainer differ, or None."""
-    rows = (old_logp_BT, sampled_logp_BT, mask_BT, o.importance_level)
+    rows = (old_logp_BT, drawn_logp_BT, mask_BT, o.importance_level)
     match o.importance:
         case "truncate":
             return losses.truncated_importance_weight(*rows, o.importance_high)
@@ -134,9 +134,9 @@ def token_loss(
         "clip_fraction": clipped_BT.astype(jnp.float32),
         "approx_kl": old_logp_BT - logp_BT,
     }
-    sampled_logp_BT = rows.sampled_logp_BT  # truncation of the distribution is drift too
-    sampled_logp_BT = rows.sampler_logp_BT if sampled_logp_BT is None else sampled_logp_BT
-    weight_BT = drift_weight(o, old_logp_BT, sampled_logp_BT, mask_BT)
+    drawn_logp_BT = rows.drawn_logp_BT  # truncation of the distribution is drift too
+    drawn_logp_BT = rows.sampler_logp_BT if drawn_logp_BT is None else drawn_logp_BT
+    weight_BT = drift_weight(o, old_logp_BT, drawn_logp_BT, mask_BT)
     if weight_BT is not None:
         loss_BT *= weight_BT
         report["importance_weight"] = weight_BT

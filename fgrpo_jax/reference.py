@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 import pathlib
 from collections.abc import Callable
 from typing import Any
@@ -41,17 +42,20 @@ def make_reference(
     out = sharding.activation(mesh, "ZZBT")
     shards = mesh.shape["replica"] * mesh.shape["fsdp"]
 
-    @functools.partial(jax.jit, out_shardings=out)
-    def logprobs(params: Any, batch: LearnerBatch) -> jax.Array:
+    @functools.partial(jax.jit, out_shardings=out, static_argnames="samples")
+    def logprobs(params: Any, batch: LearnerBatch, samples: int) -> jax.Array:
         with jax.named_scope("reference"):
-            return batch_logprobs(policy, params, batch, temperature, chunk)
+            return batch_logprobs(policy, params, batch, temperature, chunk, samples)
 
     def reference(rollouts: Rollouts) -> Rollouts:
         rows = round(distributed.total(len(rollouts.mask_BT)))
         pieces = (n for n in range(-(-rows // microbatch), rows + 1) if rows % (n * shards) == 0)
         advantage_PN = np.zeros(rollouts.reward_PN.shape, np.float32)
-        batch = learner_batch(rollouts, advantage_PN, 1, next(pieces), mesh)
-        logp = distributed.to_host(logprobs(params, batch), axis=2)
+        microbatches = next(pieces)
+        batch = learner_batch(rollouts, advantage_PN, 1, microbatches, mesh)
+        # a device's rows of a microbatch are adjacent, so are a prompt's
+        samples = math.gcd(rows // microbatches // shards, rollouts.reward_PN.shape[1])
+        logp = distributed.to_host(logprobs(params, batch, samples=samples), axis=2)
         logp_BT = logp.reshape(rollouts.mask_BT.shape)
         return dataclasses.replace(rollouts, ref_logp_BT=logp_BT)
 

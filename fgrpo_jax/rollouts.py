@@ -1,5 +1,6 @@
 """prompts -> sampler -> rewards -> Rollouts, and Rollouts -> LearnerBatch."""
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -7,11 +8,11 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from fgrpo_jax import distributed, sharding
+from fgrpo_jax import distributed, packing, sharding
 from fgrpo_jax.answers import Score
+from fgrpo_jax.layout import SamplerSettings
 from fgrpo_jax.rewards import Scorer
 from fgrpo_jax.sampler import Stream, gather
-from fgrpo_jax.slots import SamplerSettings
 from fgrpo_jax.structs import LearnerBatch, Prompts, Response, Rollouts, Watch, unwatched
 
 Collect = Callable[[Any, Prompts, jax.Array, Watch], Rollouts]
@@ -74,7 +75,7 @@ def make_collect(
             valid_B.reshape(-1, N),
             tuple(texts[row] for row in range(real)),
             tuple(score.info for score in ordered),
-            sampled_logp_BT=samples.sampled_logp_BT,
+            drawn_logp_BT=samples.drawn_logp_BT,
         )
 
     return collect
@@ -88,12 +89,14 @@ def learner_batch(
     mesh: Mesh,
     mask_truncated: bool = False,
     with_lengths: bool = False,
+    pack: int = 0,
 ) -> LearnerBatch:
     """The rows of all hosts on the mesh, each split as [minibatches, microbatches, rows].
 
     Args:
         mask_truncated: whether cut-off samples, as invalid ones always, leave the loss.
         with_lengths: whether to carry the lengths of each row's group.
+        pack: response columns of a packed row; 0: every row is a response.
     """
     samples = rollouts.tokens_BT.shape[0] // rollouts.prompts.tokens_PC.shape[0]
     tokens_PC, length_P = rollouts.prompts.tokens_PC, rollouts.prompts.length_P
@@ -112,10 +115,14 @@ def learner_batch(
         mask_BT=rollouts.mask_BT & trained_B[:, None],
         advantage_B=np.asarray(advantage_PN).reshape(-1),
         sampler_logp_BT=rollouts.sampler_logp_BT,
-        sampled_logp_BT=rollouts.sampled_logp_BT,
+        drawn_logp_BT=rollouts.drawn_logp_BT,
         ref_logp_BT=rollouts.ref_logp_BT,
         length_BN=length_BN,
     )
+    if pack:
+        micro_rows = len(batch.mask_BT) // (minibatches * microbatches)
+        batch = packing.pack(batch, samples, minibatches, micro_rows, pack)
+        microbatches = len(batch.part_Bs) // (minibatches * micro_rows)
     return put_batch(batch, minibatches, microbatches, mesh)
 
 
@@ -127,4 +134,9 @@ def put_batch(batch: LearnerBatch, minibatches: int, microbatches: int, mesh: Me
         axes = "ZZB" if x.ndim == 3 else "ZZBT"
         return distributed.to_global(x, sharding.activation(mesh, axes))
 
-    return jax.tree.map(put, batch)
+    placed = jax.tree.map(put, dataclasses.replace(batch, used_Z=None))
+    if batch.used_Z is None:
+        return placed
+    return dataclasses.replace(
+        placed, used_Z=jax.device_put(batch.used_Z, sharding.replicated(mesh))
+    )

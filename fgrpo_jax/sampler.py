@@ -14,8 +14,9 @@ import numpy as np
 from jaxtyping import Array
 
 from fgrpo_jax import distributed, sharding
+from fgrpo_jax.layout import Layout, SamplerSettings
 from fgrpo_jax.model import Policy
-from fgrpo_jax.slots import Layout, SamplerSettings, make_programs
+from fgrpo_jax.slots import make_programs
 from fgrpo_jax.structs import Prompts, Response, Samples, Watch, unwatched
 
 Stream = Callable[..., Iterator[list[Response]]]
@@ -91,11 +92,11 @@ def make_sampler(
             fill()
             # room for a waiting prompt stays before the clock
             by = min(now["oldest"], now["clock"] - (C if now["given"] < all_given else 0))
-            end = now["clock"] + s.chunk
+            end = now["clock"] + s.steps
             if layout.width(end - by) < layout.width(end):
                 slots = programs.move_back(slots, np.int32(by))
                 now["clock"] -= by
-            steps = min(s.chunk, layout.cached - now["clock"])
+            steps = min(s.steps, layout.cached - now["clock"])
             before = now["clock"]
             ended = decode(steps, layout.width(before + steps))
             done += now["clock"] - before
@@ -112,7 +113,7 @@ def gather(responses: Iterable[list[Response]], rows: int, settings: SamplerSett
         tokens_BT=np.full((rows, T), settings.stop_ids[0], np.int32),
         mask_BT=np.zeros((rows, T), bool),
         logp_BT=np.zeros((rows, T), np.float32),
-        sampled_logp_BT=np.zeros((rows, T), np.float32) if settings.sampling.truncated else None,
+        drawn_logp_BT=np.zeros((rows, T), np.float32) if settings.sampling.truncated else None,
         finished_B=np.ones(rows, bool),
     )
     for response in (response for some in responses for response in some):
@@ -120,8 +121,8 @@ def gather(responses: Iterable[list[Response]], rows: int, settings: SamplerSett
         samples.tokens_BT[row, :length] = response.tokens
         samples.mask_BT[row, :length] = True
         samples.logp_BT[row, :length] = response.logp
-        if samples.sampled_logp_BT is not None:
-            samples.sampled_logp_BT[row, :length] = response.sampled_logp
+        if samples.drawn_logp_BT is not None:
+            samples.drawn_logp_BT[row, :length] = response.drawn_logp
         samples.finished_B[row] = response.finished
     return samples
 
@@ -185,6 +186,6 @@ class _Joiner:
         if not on_device and keep is None:
             self.open[row] = arrays
             return None, False
-        tokens, logp, *sampled_logp = (x[:keep] for x in arrays)
-        sampled_logp = sampled_logp[0] if sampled_logp else None
-        return Response(row, tokens, logp, sampled_logp, finished or keep is not None), on_device
+        tokens, logp, *drawn_logp = (x[:keep] for x in arrays)
+        drawn_logp = drawn_logp[0] if drawn_logp else None
+        return Response(row, tokens, logp, drawn_logp, finished or keep is not None), on_device

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from fgrpo_jax import sharding
-from fgrpo_jax.attention import MASKED
+from fgrpo_jax.numerics import MASKED
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,21 +32,38 @@ class Sampling:
 
 def truncate(logits_BV: Float[Array, "B V"], s: Sampling) -> Float[Array, "B V"]:
     """The logits, MASKED where top-k, top-p or min-p leave a token out. Of equal logits at a
-    bound all stay. Sorts for top-k and top-p alone."""
-    if s.top_k or s.top_p < 1:
-        sorted_BV = -jnp.sort(-logits_BV, axis=-1)
-        rank_V = jnp.arange(logits_BV.shape[-1])
-        if s.top_k:
-            sorted_BV = jnp.where((rank_V < s.top_k)[None], sorted_BV, MASKED)
-        p_BV = jax.nn.softmax(sorted_BV, axis=-1)
-        kept_BV = (jnp.cumsum(p_BV, axis=-1) - p_BV < s.top_p) & (p_BV > 0)
-        kept_BV |= (rank_V == 0)[None]  # at least the likeliest
-        least_B1 = jnp.where(kept_BV, sorted_BV, jnp.inf).min(axis=-1, keepdims=True)
-        logits_BV = jnp.where(logits_BV >= least_B1, logits_BV, MASKED)
+    bound all stay. Nothing is sorted: bounds are found by bisection, each step a masked sum."""
+    if s.top_k:
+        ones_BV = jnp.ones_like(logits_BV)
+        logits_BV = _keep_from(logits_BV, _largest_bound(logits_BV, ones_BV, float(s.top_k)))
+    if s.top_p < 1:
+        p_BV = jax.nn.softmax(logits_BV, axis=-1)
+        logits_BV = _keep_from(logits_BV, _largest_bound(logits_BV, p_BV, s.top_p))
     if s.min_p:
         least_B1 = logits_BV.max(axis=-1, keepdims=True) + jnp.log(s.min_p)
-        logits_BV = jnp.where(logits_BV >= least_B1, logits_BV, MASKED)
+        logits_BV = _keep_from(logits_BV, least_B1)
     return logits_BV
+
+
+def _keep_from(logits_BV: Array, least_B1: Array) -> Array:
+    return jnp.where(logits_BV >= least_B1, logits_BV, MASKED)
+
+
+def _largest_bound(logits_BV: Array, weight_BV: Array, target: float) -> Array:
+    """[B, 1], the largest bound such that the weights of logits not below it reach the target, to
+    a float32's precision; where all do not reach it, below all but the impossible."""
+    top_B1 = logits_BV.max(axis=-1, keepdims=True)
+
+    def halve(_, bounds):
+        low_B1, high_B1 = bounds
+        middle_B1 = (low_B1 + high_B1) / 2
+        there_BV = logits_BV >= middle_B1
+        enough_B1 = jnp.where(there_BV, weight_BV, 0).sum(axis=-1, keepdims=True) >= target
+        return jnp.where(enough_B1, middle_B1, low_B1), jnp.where(enough_B1, high_B1, middle_B1)
+
+    # e^-100 of the likeliest token's probability is none in float32
+    low_B1, _ = jax.lax.fori_loop(0, 32, halve, (top_B1 - 100, top_B1 + 1))
+    return low_B1
 
 
 def draw(

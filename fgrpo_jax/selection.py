@@ -13,7 +13,7 @@ from fgrpo_jax.numerics import group_statistics
 from fgrpo_jax.shaping import max_variance_subset
 from fgrpo_jax.structs import Prompts, Rollouts, Watch, unwatched
 
-BY_ROW = "tokens_BT mask_BT sampler_logp_BT sampled_logp_BT finished_B ref_logp_BT".split()
+BY_ROW = "tokens_BT mask_BT sampler_logp_BT drawn_logp_BT finished_B ref_logp_BT".split()
 BY_SAMPLE = "reward_PN correct_PN valid_PN".split()
 BY_PROMPT = "tokens_PC length_P position_P".split()
 

@@ -11,7 +11,6 @@ columns before the clock.
 
 import dataclasses
 import functools
-import math
 from typing import Any
 
 import jax
@@ -21,69 +20,10 @@ from jax import lax
 from jaxtyping import Array
 
 from fgrpo_jax import sharding
-from fgrpo_jax.model import Cache, Policy
-from fgrpo_jax.sampling import Sampling, draw
+from fgrpo_jax.layout import Layout, SamplerSettings, piece
+from fgrpo_jax.model import Cache, Policy, blocks
+from fgrpo_jax.sampling import draw
 from fgrpo_jax.sharding import constrain
-
-MIN_WIDTH = 128  # columns that attention reads at least: with fewer little is saved
-TILE = 16  # columns of a bfloat16 tile of a TPU; of another number XLA copies the cache
-
-
-@dataclasses.dataclass(frozen=True)
-class SamplerSettings:
-    """What is static in sampling."""
-
-    samples: int  # N, samples a prompt
-    response: int  # T, most tokens of a response
-    sampling: Sampling
-    stop_ids: tuple[int, ...]
-    chunk: int = 64  # decode steps between two looks of the host
-    slots: int = 256  # rows that decode at a time, over all devices, at most
-    waiting: int = 0  # prompts prefilled ahead, over all devices; 0: enough for a chunk
-    prefill: int = 8192  # tokens that a device prefills at a time
-
-
-@dataclasses.dataclass(frozen=True)
-class Layout:
-    """The shapes of a call; everything is a device's own share of the rows."""
-
-    shards: int  # X
-    prompts: int
-    slots: int
-    waiting: int  # prompts in the room
-    group: int  # prompts prefilled at a time
-    columns: int  # C
-    cached: int  # S
-    refills: bool  # whether slots take more than one sample
-    widths: tuple[int, ...]  # columns that attention reads, one compiled loop each
-
-    @classmethod
-    def of(cls, s: SamplerSettings, prompts: int, columns: int, ragged: bool) -> "Layout":
-        """For `prompts` of all devices, of `columns` tokens; ragged: attention finds each row's
-        columns itself."""
-        X = sharding.shards(*sharding.ROWS)
-        if prompts % X:
-            raise ValueError(f"{prompts} prompts do not divide among the {X} devices of rows")
-        own = prompts // X
-        slots = min(-(-s.slots // X), own * s.samples)
-        refills = slots < own * s.samples
-        group = max(1, min(own, s.prefill // columns))
-        waiting = group
-        if refills:
-            waiting = min(own, -(-s.waiting // X) or math.ceil(slots * _waiting_a_slot(s)))
-            group = min(group, max(1, waiting // 2))  # or no place were free until all are
-            waiting -= waiting % group
-        cached = columns + s.response + (s.chunk if refills else 0)
-        cached += -cached % TILE
-        powers = [1 << k for k in range(32) if max(columns, MIN_WIDTH) <= 1 << k <= cached / 1.5]
-        widths = (cached,) if ragged else (*powers, cached)
-        return cls(X, own, slots, waiting, group, columns, cached, refills, widths)
-
-    def width(self, columns: int) -> int:
-        """The least width that holds so many; beyond all of them where slots are refilled, since
-        the cache has to be moved back then."""
-        beyond = 2 * self.cached if self.refills else self.cached
-        return next((width for width in self.widths if width >= columns), beyond)
 
 
 @struct.dataclass
@@ -114,29 +54,6 @@ ROOM = Room("LBKSH", "BD", "B", "B")  # type: ignore[arg-type]  # how they lie o
 SLOTS = Slots("LBKSH", "BD", "B", "B", "B", "B", "B", "B")  # type: ignore[arg-type]
 
 
-def cache_bytes(policy: Policy, layout: Layout) -> int:
-    """Bytes of keys and values, of slots and waiting prompts over all devices."""
-    c = policy.config
-    column = 2 * c.layers * c.kv_heads * c.head_size * jnp.dtype(policy.dtype).itemsize
-    places = layout.slots * layout.cached + layout.waiting * layout.columns
-    return column * layout.shards * places
-
-
-def _waiting_a_slot(s: SamplerSettings) -> float:
-    """Prompts that should wait for a slot: those of its samples in a chunk, if responses had a
-    quarter of their limit, and one more sample."""
-    return (1 + 4 * s.chunk / s.response) / s.samples
-
-
-def slots_that_fit(policy: Policy, s: SamplerSettings, columns: int, gib: float) -> int:
-    """Slots, over all devices of jax.set_mesh's mesh, whose cache takes so many GiB of each."""
-    c = policy.config
-    heads = -(-c.kv_heads // sharding.shards("tp"))
-    column = 2 * c.layers * heads * c.head_size * jnp.dtype(policy.dtype).itemsize
-    slot = columns + s.response + s.chunk + columns * _waiting_a_slot(s)
-    return sharding.shards(*sharding.ROWS) * max(1, int(gib * 2**30 / (column * slot)))
-
-
 @dataclasses.dataclass(frozen=True)
 class Programs:
     """Jitted; `empty` makes what the others take and give back, donated."""
@@ -155,8 +72,7 @@ def make_programs(policy: Policy, settings: SamplerSettings) -> Programs:
     @functools.partial(jax.jit, static_argnames="layout")
     def empty(params: Any, layout: Layout) -> tuple[Slots, Room]:
         c, X = policy.config, layout.shards
-        blocks = params["layers"] if isinstance(params["layers"], tuple) else (params["layers"],)
-        layers = [jax.tree.leaves(block)[0].shape[0] for block in blocks]
+        layers = [jax.tree.leaves(block)[0].shape[0] for block in blocks(params)]
 
         def cache(rows: int, columns: int) -> Cache:
             shapes = [(n, rows, c.kv_heads, columns, c.head_size) for n in layers]
@@ -180,8 +96,9 @@ def make_programs(policy: Policy, settings: SamplerSettings) -> Programs:
         with jax.named_scope("prefill"):
             start_P, C = tokens_PC.shape[1] - length_P, tokens_PC.shape[1]
             cache = hidden_PD = None
-            for begin in range(0, C, s.prefill):  # a long prompt in pieces, to bound activations
-                piece_PC = tokens_PC[:, begin : begin + s.prefill]
+            size = piece(policy, s, len(tokens_PC) // sharding.shards(*sharding.ROWS), C)
+            for begin in range(0, C, size):  # a long prompt in pieces, to bound activations
+                piece_PC = tokens_PC[:, begin : begin + size]
                 hidden_PD, new = policy.prefill(params, piece_PC, start_P, cache)
                 join = lambda *x: jnp.concatenate(x, axis=3)
                 cache = new if cache is None else jax.tree.map(join, cache, new)
@@ -263,7 +180,7 @@ def make_programs(policy: Policy, settings: SamplerSettings) -> Programs:
 
             slots = dataclasses.replace(slots, alive_B=slots.alive_B & ~ended_B)
             slots = local_refill(slots, room, ready, clock, key)
-            table = lambda x, kind: constrain(jnp.full((s.chunk, *ended_B.shape), x, kind), "TB")
+            table = lambda x, kind: constrain(jnp.full((s.steps, *ended_B.shape), x, kind), "TB")
             records = table(0, jnp.int32), table(-1, jnp.int32), table(0, jnp.float32), None
             if s.sampling.truncated:
                 records = (*records[:3], table(0, jnp.float32))

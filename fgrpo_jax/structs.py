@@ -46,7 +46,7 @@ class Response:
     row: int  # prompt * N + sample
     tokens: Int[np.ndarray, " t"]  # the stop token included
     logp: Float[np.ndarray, " t"]  # of each token, under the policy at the sampler's temperature
-    sampled_logp: Float[np.ndarray, " t"] | None  # under what was sampled from; None: the same
+    drawn_logp: Float[np.ndarray, " t"] | None  # under what was sampled from; None: the same
     finished: bool  # it came to a stop
 
 
@@ -57,7 +57,7 @@ class Samples:
     tokens_BT: Int[np.ndarray, "B T"]
     mask_BT: Bool[np.ndarray, "B T"]  # true on every sampled token, the stop token included
     logp_BT: Float[np.ndarray, "B T"]  # under the policy, temperature applied
-    sampled_logp_BT: Float[np.ndarray, "B T"] | None  # after truncation too; None: the same
+    drawn_logp_BT: Float[np.ndarray, "B T"] | None  # after truncation too; None: the same
     finished_B: Bool[np.ndarray, " B"]  # it came to a stop within the limit
 
 
@@ -76,7 +76,7 @@ class Rollouts:
     responses: tuple[str, ...]  # decoded, for judging and for reading; never tokenised again
     verdicts: tuple[str, ...]  # rewards.VERDICTS, one a response
     ref_logp_BT: Float[np.ndarray, "B T"] | None = None  # of the reference policy, if there is one
-    sampled_logp_BT: Float[np.ndarray, "B T"] | None = None  # of what was sampled from, as Samples
+    drawn_logp_BT: Float[np.ndarray, "B T"] | None = None  # of what was sampled from, as Samples
 
 
 @struct.dataclass
@@ -88,9 +88,14 @@ class LearnerBatch:
     mask_BT: Leaf  # bool [B, T], response tokens that are trained
     advantage_B: Leaf  # float32 [B], focal weight applied
     sampler_logp_BT: Leaf  # float32 [B, T], of the sampler's policy
-    sampled_logp_BT: Leaf = None  # float32 [B, T], of what was sampled from; None: the same
+    drawn_logp_BT: Leaf = None  # float32 [B, T], of what was sampled from; None: the same
     ref_logp_BT: Leaf = None  # float32 [B, T], of the reference policy; None: no KL in the loss
     length_BN: Leaf = None  # int32 [B, N], trained tokens of the group's rows, its own first
+    # Packed rows, R of them, hold several responses: what is by token is then [R, s] or [R, C + s].
+    part_Bs: Leaf = None  # int32 [R, s], number of the response at a column, 0: padding
+    begin_B: Leaf = None  # int32 [B], first column of each response
+    length_B: Leaf = None  # int32 [B], its columns
+    used_Z: Leaf = None  # int32 [minibatches], microbatches that hold responses
 
 
 @struct.dataclass

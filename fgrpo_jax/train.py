@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import json
+import math
 import pathlib
 from collections.abc import Callable
 from typing import Any
@@ -32,6 +33,7 @@ from fgrpo_jax.checkpoint import Checkpoints
 from fgrpo_jax.config import Config
 from fgrpo_jax.estimators import make_advantage, shape_rewards
 from fgrpo_jax.evaluate import make_evaluate
+from fgrpo_jax.layout import SamplerSettings, slots_that_fit
 from fgrpo_jax.model import DTYPES, Policy
 from fgrpo_jax.objective import make_objective
 from fgrpo_jax.optimizer import make_optimizer, make_schedule
@@ -40,7 +42,6 @@ from fgrpo_jax.rollouts import learner_batch, make_collect
 from fgrpo_jax.sampler import Stream, make_sampler
 from fgrpo_jax.sampling import Sampling
 from fgrpo_jax.selection import Draw, make_draw, most_varied
-from fgrpo_jax.slots import SamplerSettings, slots_that_fit
 from fgrpo_jax.structs import LearnerBatch, Rollouts, TrainState
 from fgrpo_jax.tokenizer import StopStrings
 from fgrpo_jax.update import UpdateSettings, abstract_state, init_state, make_update
@@ -79,8 +80,9 @@ def train(c: Config, workdir: pathlib.Path, console: Console) -> dict[str, Any]:
 
         def evaluate_once(step: int) -> None:
             if all(record["step"] != step for record in evals.records):
-                params = parts.decode_params(state.params)
-                result = parts.evaluate(params, eval_key, step, bar.watch)
+                result = parts.evaluate(
+                    parts.decode_params(state.params), eval_key, step, bar.watch
+                )
                 evals.write({"step": step, **result})
 
         for step in range(first_step, c.steps):
@@ -89,9 +91,10 @@ def train(c: Config, workdir: pathlib.Path, console: Console) -> dict[str, Any]:
             watch = metrics.Stopwatch()
             key = jax.random.fold_in(root_key, step)
             with watch("rollout"):  # prompts -> tokens -> scores
-                params = parts.decode_params(state.params)
-                try:
-                    rollouts, drawn, draws = parts.draw(params, draws, key, bar.watch)
+                try:  # no name for the decode weights, which would keep them during the update
+                    rollouts, drawn, draws = parts.draw(
+                        parts.decode_params(state.params), draws, key, bar.watch
+                    )
                 except UserError:
                     parts.checkpoints.save(state, step)
                     raise
@@ -151,10 +154,11 @@ def build(
     workdirs.check(c, workdir)
     folder = weights.resolve(c.model.path)
     shape = weights.model_config(folder)
-    mesh = sharding.make_mesh(*validation.check_mesh(c, jax.device_count()))
+    mesh = sharding.make_mesh(*validation.check_mesh(c, jax.device_count(), distributed.hosts()))
     tokenizer = tokenizers.load(folder)
     dtype, platform = DTYPES[c.model.dtype](), jax.default_backend()
-    backends = attention.resolve(c.model.attention, platform, dtype, shape.head_size)
+    named = "xla" if c.learn.pack else c.model.attention  # which alone knows packed rows
+    backends = attention.resolve(named, platform, dtype, shape.head_size)
     policy = Policy(shape, dtype, c.model.remat == "full", tokenizer.size, backends)
     weights.check(folder, policy)
     reference_folder = folder
@@ -189,7 +193,9 @@ def build(
     stop = StopStrings(tokenizer, c.data.stop) if c.data.stop else None
     text_of = stop.text if stop else lambda tokens: tokenizer.decode(tokens.tolist())
 
-    def sampler(samples: int, sampling: Sampling, columns: int) -> tuple[Stream, SamplerSettings]:
+    def sampler(
+        name: str, samples: int, sampling: Sampling, columns: int
+    ) -> tuple[Stream, SamplerSettings]:
         settings = SamplerSettings(
             samples, c.rollout.max_response, sampling, tokenizer.stop_ids, c.rollout.chunk,
             c.rollout.slots, c.rollout.waiting, c.rollout.prefill,
@@ -197,6 +203,7 @@ def build(
         if not c.rollout.slots:
             slots = slots_that_fit(policy, settings, columns, c.rollout.cache_gib)
             settings = dataclasses.replace(settings, slots=slots)
+        console.print(f"{name}: up to {settings.slots:,} slots decode at a time", highlight=False)
         return make_sampler(policy, settings, stop and stop.stopped), settings
 
     train_sampling = Sampling(
@@ -204,7 +211,7 @@ def build(
     )
     eval_sampling = Sampling(c.eval.temperature, c.eval.top_k, c.eval.top_p, c.eval.min_p)
     collect = make_collect(
-        *sampler(c.algo.group_size, train_sampling, train_set.width),
+        *sampler("rollout", c.algo.group_size, train_sampling, train_set.width),
         text_of,
         scorer,
         c.score.wrong,
@@ -212,26 +219,29 @@ def build(
         drop_truncated=c.algo.truncated == "drop",
     )
     size, share = c.rollout.prompts, distributed.share(c.rollout.prompts)
+    shards = mesh.shape["replica"] * mesh.shape["fsdp"]
     evaluate = make_evaluate(
-        sampler(c.eval.samples, eval_sampling, held_out.width)[0],
+        sampler("eval", c.eval.samples, eval_sampling, held_out.width)[0],
         text_of,
         scorer,
         held_out,
         c.eval.problems,
         c.eval.samples,
-        mesh.shape["replica"] * mesh.shape["fsdp"],
+        shards,
         workdir / "evaluation",
     )
+    minibatches = size // c.learn.minibatch
+    rows = validation.minibatch_rows(c)
+    microbatches = rows // min(rows, c.learn.microbatch)
     settings = UpdateSettings(
         objective=make_objective(c),
         temperature=c.rollout.temperature,
         epochs=c.learn.epochs,
         logit_chunk=c.learn.logit_chunk,
+        # a device's rows of a microbatch are adjacent, so are a prompt's
+        samples=math.gcd(min(rows, c.learn.microbatch) // shards, rows // c.learn.minibatch),
     )
     unroll = c.rollout.unroll == "yes" or (c.rollout.unroll == "auto" and platform != "tpu")
-    minibatches = size // c.learn.minibatch
-    rows = validation.minibatch_rows(c)
-    microbatches = rows // min(rows, c.learn.microbatch)
     for warning in cautions.warnings(c, config.default()):
         console.print(f"warning: {warning}")
     state = checkpoints.restore(abstract)
@@ -268,6 +278,7 @@ def build(
             mesh,
             mask_truncated=c.algo.truncated != "keep",
             with_lengths=c.algo.aggregator == "lambda_grpo",
+            pack=c.learn.pack,
         ),
         update=make_update(policy, optimizer, schedule, settings, abstract),
         evaluate=evaluate,

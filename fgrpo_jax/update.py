@@ -12,9 +12,10 @@ from jax.sharding import Mesh
 from jaxtyping import Array
 
 from fgrpo_jax import sharding
-from fgrpo_jax.logprobs import batch_logprobs, response_logprobs
+from fgrpo_jax.logprobs import batch_logprobs, rows_logprobs
 from fgrpo_jax.model import Policy
 from fgrpo_jax.objective import Objective, aggregate, token_loss
+from fgrpo_jax.packing import unpack
 from fgrpo_jax.structs import LearnerBatch, TrainState
 
 Metrics = dict[str, Array]
@@ -28,6 +29,7 @@ class UpdateSettings:
     temperature: float  # of the sampler
     epochs: int  # passes over the batch
     logit_chunk: int  # response tokens whose logits are in memory at a time
+    samples: int = 1  # so many adjacent rows of a device's microbatch have one prompt
 
 
 def abstract_state(
@@ -70,25 +72,16 @@ def make_update(
     """
     s, objective = settings, settings.objective
 
-    def logprobs(params: Any, rows: LearnerBatch) -> tuple[Array, Array]:
-        response = rows.mask_BT.shape[-1]
-        return response_logprobs(
-            policy,
-            params,
-            rows.tokens_BS,
-            rows.start_B,
-            response,
-            s.temperature,
-            s.logit_chunk,
-            entropy_gradient=bool(objective.entropy_coef),
-        )
-
-    def loss_sum(params, exponent, rows: LearnerBatch, old_logp_BT, count):
+    def loss_sum(params, exponent, micro: tuple[LearnerBatch, Array | None], count):
         """This microbatch's share of the minibatch's loss, and sums over its tokens."""
-        logp_BT, entropy_BT = logprobs(params, rows)
+        rows, old_logp_BT = micro
+        logp_BT, entropy_BT = rows_logprobs(
+            policy, params, rows, s.temperature, s.logit_chunk,
+            bool(objective.entropy_coef), s.samples,
+        )  # fmt: skip
+        old_logp_BT = jax.lax.stop_gradient(logp_BT) if old_logp_BT is None else old_logp_BT
+        rows, (logp_BT, entropy_BT, old_logp_BT) = unpack(rows, logp_BT, entropy_BT, old_logp_BT)
         with jax.named_scope("loss"):
-            quiet_BT = jax.lax.stop_gradient(logp_BT)
-            old_logp_BT = quiet_BT if old_logp_BT is None else old_logp_BT
             loss_BT, sums = token_loss(objective, logp_BT, entropy_BT, old_logp_BT, rows, exponent)
             total, _ = aggregate(objective, loss_BT, rows.mask_BT)
             drift_BT = jnp.where(rows.mask_BT, jnp.abs(old_logp_BT - rows.sampler_logp_BT), 0)
@@ -98,28 +91,44 @@ def make_update(
     def minibatch(state: TrainState, xs) -> tuple[TrainState, Metrics]:
         batch, old_logp = xs
         mask_BT = batch.mask_BT.reshape(-1, batch.mask_BT.shape[-1])
+        if batch.length_B is not None:  # a row for each response
+            mask_BT = jnp.arange(mask_BT.shape[1])[None] < batch.length_B.reshape(-1)[:, None]
         tokens = jnp.maximum(mask_BT.sum(), 1).astype(jnp.float32)
         _, count = aggregate(objective, jnp.zeros(mask_BT.shape), mask_BT)
         count = jnp.maximum(count, 1)
 
-        def microbatch(grads, xs):
-            more, report = jax.grad(loss_sum, argnums=(0, 1), has_aux=True)(
-                state.params, state.exponent, *xs, count
-            )
-            return sharding.constrain_state(jax.tree.map(jnp.add, grads, more)), report
+        micros = dataclasses.replace(batch, used_Z=None)
+        of_micro = lambda i: jax.tree.map(lambda x: x[i], (micros, old_logp))
 
-        zero = jax.tree.map(jnp.zeros_like, (state.params, state.exponent))
-        (grads, slope), (total, sums, drift) = jax.lax.scan(microbatch, zero, (batch, old_logp))
+        def microbatch(i, carry):
+            grads, (total, sums, drift) = carry
+            more, (more_total, more_sums, more_drift) = jax.grad(
+                loss_sum, argnums=(0, 1), has_aux=True
+            )(state.params, state.exponent, of_micro(i), count)
+            grads = sharding.constrain_state(jax.tree.map(jnp.add, grads, more))
+            sums = jax.tree.map(jnp.add, sums, more_sums)
+            return grads, (total + more_total, sums, jnp.maximum(drift, more_drift))
+
+        report = jax.eval_shape(
+            lambda: loss_sum(state.params, state.exponent, of_micro(0), count)[1]
+        )
+        zero = jax.tree.map(
+            lambda x: jnp.zeros(x.shape, x.dtype), ((state.params, state.exponent), report)
+        )
+        used = batch.mask_BT.shape[0] if batch.used_Z is None else batch.used_Z
+        (grads, slope), (total, sums, drift) = jax.lax.fori_loop(0, used, microbatch, zero)
         # optax multiplies its int32 count by floats, which strict promotion would refuse
         with jax.named_scope("optimizer"), jax.numpy_dtype_promotion("standard"):
             updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
             params = optax.apply_updates(state.params, updates)
-        metrics = {name: x.sum() / tokens for name, x in sums.items()}
+        metrics = {name: x / tokens for name, x in sums.items()}
         metrics |= {
-            "loss": total.sum() / count,
-            "drift_max": drift.max(),
+            "loss": total / count,
+            "drift_max": drift,
             "grad_norm": optax.tree.norm(grads),
             "lr": jnp.asarray(schedule(_updates_done(state.opt_state)), jnp.float32),
+            # of the response columns that were computed, those that hold no trained token
+            "padding": 1 - tokens / (jnp.float32(used) * batch.mask_BT[0].size),
         }
         if objective.aggregator == "lambda_grpo":
             metrics["lambda"] = state.exponent
@@ -135,7 +144,9 @@ def make_update(
         with jax.named_scope("update"):
             old_logp = None
             if batch.mask_BT.shape[0] * s.epochs > 1:
-                old_logp = batch_logprobs(policy, state.params, batch, s.temperature, s.logit_chunk)
+                old_logp = batch_logprobs(
+                    policy, state.params, batch, s.temperature, s.logit_chunk, s.samples
+                )
             # With one optimizer update a step the policy is still the one that sampled.
             epoch = lambda state, _: jax.lax.scan(minibatch, state, (batch, old_logp))
             state, metrics = jax.lax.scan(epoch, state, length=s.epochs)

@@ -65,9 +65,9 @@ NOT_NEGATIVE = (
     "seed algo.focal_gamma algo.clip_low algo.clip_high algo.dual_clip algo.std_eps "
     "algo.smooth_right algo.smooth_wrong algo.lambda_ratio algo.lambda_lr algo.entropy_coef "
     "kl.coef importance.low score.overlong_buffer score.overlong_factor score.unlikeliness "
-    "rollout.subset rollout.slots rollout.waiting rollout.top_k rollout.min_p optim.warmup "
-    "optim.decay_start optim.weight_decay eval.every eval.temperature eval.top_k eval.min_p "
-    "sft.slips"
+    "learn.pack rollout.subset rollout.slots rollout.waiting rollout.top_k rollout.min_p "
+    "optim.warmup optim.decay_start optim.weight_decay eval.every eval.temperature "
+    "eval.top_k eval.min_p sft.slips"
 ).split()
 AT_MOST_1 = "rollout.top_p rollout.min_p eval.top_p eval.min_p score.unlikeliness".split()
 
@@ -229,6 +229,15 @@ def _check_batches(c: Config) -> None:
         f"optim.decay_start and optim.decay_end are {start} and {end} rollout steps: the fall must "
         f"begin after optim.warmup, {c.optim.warmup} updates, and before it ends",
     )
+    need(
+        c.learn.pack == 0 or c.learn.pack >= c.rollout.max_response,
+        f"learn.pack is {c.learn.pack}: a packed row must hold the longest response, "
+        f"rollout.max_response, {c.rollout.max_response}; 0 packs none",
+    )
+    need(
+        c.learn.pack == 0 or c.model.attention in ("auto", "xla"),
+        f"learn.pack is set and model.attention is {c.model.attention}: only xla knows packed rows",
+    )
     rows = minibatch_rows(c)
     need(
         rows % min(rows, c.learn.microbatch) == 0,
@@ -247,7 +256,7 @@ def updates_a_step(c: Config) -> int:
     return c.rollout.prompts // c.learn.minibatch * c.learn.epochs
 
 
-def check_mesh(c: Config, devices: int) -> tuple[int, int, int]:
+def check_mesh(c: Config, devices: int, hosts: int = 1) -> tuple[int, int, int]:
     """(replica, fsdp, tp) on so many devices; UserError where mesh or batch do not divide."""
     replica, fsdp, tp = c.mesh.replica, c.mesh.fsdp, c.mesh.tp
     if fsdp == -1:
@@ -258,6 +267,11 @@ def check_mesh(c: Config, devices: int) -> tuple[int, int, int]:
         f"{replica * fsdp * tp}, and there are {devices} devices",
     )
     shards = replica * fsdp
+    need(
+        shards % hosts == 0,
+        f"mesh.replica * mesh.fsdp is {shards} and there are {hosts} hosts, which read their own "
+        "rows: it must be a multiple of them, so lower mesh.tp",
+    )
     for key, size in (
         ("rollout.prompts", c.rollout.prompts),
         ("learn.microbatch", min(c.learn.microbatch, minibatch_rows(c))),

@@ -10,8 +10,8 @@ import pytest
 from ahead_of_time import needs_libtpu, reports
 from jax.experimental.pallas import tpu as pltpu
 
-from fgrpo_jax import UserError, attention, sharding
-from fgrpo_jax.attention import causal_attention, decode_attention, resolve
+from fgrpo_jax import UserError, attention, ragged, sharding, validation
+from fgrpo_jax.attention import ATTENTION, causal_attention, decode_attention, resolve
 
 MESHES = [(1, 2, 4), (2, 2, 2)]  # replica, fsdp, tp
 
@@ -29,8 +29,8 @@ def on_cpu(monkeypatch):
         assert implementation == "cudnn"
         return plain(*args, **kwargs)
 
-    monkeypatch.setattr(attention, "_INTERPRET", True)
-    monkeypatch.setattr(attention, "CACHE_BLOCK", 1)  # bytes: blocks of 128 columns
+    monkeypatch.setattr(ragged, "INTERPRET", True)
+    monkeypatch.setattr(ragged, "CACHE_BLOCK", 1)  # bytes: blocks of 128 columns
     monkeypatch.setattr(jax.nn, "dot_product_attention", instead)
 
 
@@ -255,7 +255,7 @@ def test_the_cache_outside_a_row_is_not_read(backend, garbage, H, on_cpu):
 def test_ragged_reads_nothing_uninitialised(H, on_cpu, monkeypatch):
     """A simulated TPU, whose memory is NaN until written and which refuses reads out of bounds."""
     params = pltpu.InterpretParams(uninitialized_memory="nan")
-    monkeypatch.setattr(attention, "_INTERPRET", params)
+    monkeypatch.setattr(ragged, "INTERPRET", params)
     arrays, start_B = decode_case(K=1, H=H, starts=[0, 130, 250])
     for column in (0, 251):
         at = (arrays, 1, start_B, column)
@@ -326,6 +326,10 @@ def test_an_attention_that_cannot_run_says_why(value, platform, dtype, head_size
     text = str(error.value)
     assert text.startswith(f"model.attention is '{value}', which ") and sentence in text
     assert text.endswith(": set it to auto or to xla")
+
+
+def test_the_config_offers_these_attentions():
+    assert list(ATTENTION) == validation.CHOICES["model.attention"]
 
 
 def test_an_unknown_attention_is_named():

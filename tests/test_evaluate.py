@@ -50,7 +50,9 @@ def test_pass_at_k_of_a_stream(tiny, scorer, tmp_path, chunk, multiple):
     check(evaluate(None, jax.random.key(0), step=0))
     assert len(seen[0].length_P) % multiple == 0 and len(seen[0].problems) == 4
     assert seen[0].tokens_PC.shape[1] == C
-    assert not list((tmp_path / "evaluation").iterdir())  # nothing is left of it
+    (file,) = (tmp_path / "evaluation").iterdir()
+    found = [json.loads(line) for line in file.read_text().splitlines()]
+    assert {x["problem"]: x["correct"] for x in found} == dict(enumerate(COUNTS))
 
 
 def test_an_interrupted_evaluation_goes_on(tiny, scorer, tmp_path):
@@ -71,7 +73,7 @@ def test_an_interrupted_evaluation_goes_on(tiny, scorer, tmp_path):
     done = [json.loads(line)["problem"] for line in file.read_text().splitlines()]
     assert done == [3]  # a few chunks of scores may be awaited still
     with file.open("a") as half:
-        half.write('{"problem": 2, "samp')  # killed while writing
+        half.write('5\n{"problem": 2, "samp')  # killed while writing
     check(evaluate(None, jax.random.key(0), step=7))
     assert asked == [[0, 1, 2, 3], [0, 1, 2]]
 

@@ -11,16 +11,18 @@ import fgrpo_jax
 
 PACKAGE = pathlib.Path(fgrpo_jax.__file__).parent
 ROWS = [
-    "structs sharding distributed numerics forms answers timing",
-    "validation fields arithmetic attention",
-    "config cautions layers sampling advantages losses kl aggregators shaping pass_at_k "
-    "tokenizer sources",
-    "workdir model optimizer prompts metrics objective estimators selection judge",
-    "weights logprobs slots checkpoint rewards rlvr_dataset",
+    "structs sharding distributed numerics forms answers timing accelerators hlo",
+    "validation fields arithmetic ragged packing sampling",
+    "config cautions attention advantages losses kl aggregators shaping pass_at_k tokenizer "
+    "sources",
+    "workdir layers optimizer prompts metrics objective estimators selection judge",
+    "model checkpoint rewards rlvr_dataset",
+    "weights logprobs layout roofline",
+    "slots",
     "sampler update",
-    "rollouts evaluate",
-    "report reference bench_losses bench_sampler",
-    "train sft bench",
+    "rollouts evaluate programs",
+    "reference report bench_losses bench_sampler compiles",
+    "train sft bench plan",
     "main",
 ]
 ROW = {name: row for row, names in enumerate(ROWS) for name in names.split()}

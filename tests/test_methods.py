@@ -113,10 +113,10 @@ def test_when_no_batch_fills_what_was_learnt_is_kept(run, monkeypatch):
     def tiring(*arguments):
         draw = make_draw(*arguments)
 
-        def tired(params, position, key):
+        def tired(params, position, key, watch):
             if position >= 1:
                 raise UserError("10 batches of prompts gave 1 group")
-            return draw(params, position, key)
+            return draw(params, position, key, watch)
 
         return tired
 

@@ -8,11 +8,11 @@ import pytest
 from fgrpo_jax import rewards, sharding, tokenizer, weights
 from fgrpo_jax.advantages import success_rate
 from fgrpo_jax.answers import Score
+from fgrpo_jax.layout import SamplerSettings
 from fgrpo_jax.metrics import rollout_metrics
 from fgrpo_jax.prompts import PromptSet
 from fgrpo_jax.rollouts import learner_batch, make_collect
 from fgrpo_jax.sampling import Sampling
-from fgrpo_jax.slots import SamplerSettings
 from fgrpo_jax.structs import Problem, Response, unwatched
 
 N, T, C = 4, 5, 8

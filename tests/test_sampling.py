@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from fgrpo_jax import sharding
-from fgrpo_jax.attention import MASKED
+from fgrpo_jax.numerics import MASKED
 from fgrpo_jax.sampling import Sampling, draw, sample_token, truncate
 
 
@@ -91,10 +91,29 @@ def test_draw_gives_the_logprob_of_the_policy_and_of_what_was_sampled_from():
     np.testing.assert_allclose(logp, np.log(0.4), rtol=1e-5)
 
 
-def test_only_top_k_and_top_p_sort():
-    logits, uniform = jnp.zeros((2, 64)), jnp.zeros(2)
-    sorts = lambda s: (
-        "stablehlo.sort" in jax.jit(draw, static_argnums=2).lower(logits, uniform, s).as_text()
-    )
-    assert not sorts(Sampling()) and not sorts(Sampling(min_p=0.1))
-    assert sorts(Sampling(top_k=3)) and sorts(Sampling(top_p=0.9))
+@pytest.mark.parametrize("s", [Sampling(top_k=7), Sampling(top_p=0.8), Sampling(0.5, 9, 0.7, 0.1)])
+def test_truncation_against_sorting(s):
+    logits = np.asarray(3 * jax.random.normal(jax.random.key(3), (50, 300)))
+    ours = np.asarray(truncate(jnp.asarray(logits), s)) > MASKED / 2
+    for row, kept_V in zip(logits.astype(np.float64), ours, strict=True):
+        order = np.argsort(-row)[: s.top_k or None]
+        p = np.exp(row[order] - row.max())
+        p /= p.sum()
+        order = order[np.cumsum(p) - p < s.top_p]
+        order = order[np.exp(row[order] - row.max()) >= s.min_p]
+        assert np.flatnonzero(kept_V).tolist() == sorted(order.tolist())
+
+
+def test_nothing_is_sorted_or_gathered():
+    """A vocabulary shared by devices stays so."""
+    logits, uniform = jnp.zeros((4, 64)), jnp.zeros(4)
+    mesh = sharding.make_mesh(1, 2, 4)
+    logits = jax.device_put(logits, sharding.activation(mesh, "BV"))
+    with jax.set_mesh(mesh):
+        text = (
+            jax.jit(draw, static_argnums=2)
+            .lower(logits, uniform, Sampling(0.8, 5, 0.9, 0.1))
+            .compile()
+            .as_text()
+        )
+    assert " sort(" not in text and "f32[2,64]{1,0} all-gather" not in text

@@ -7,7 +7,6 @@ Run by test_sampler.py in a process of its own: libtpu reads its settings from t
 """
 
 import json
-import pathlib
 import re
 import sys
 import time
@@ -18,9 +17,10 @@ import numpy as np
 from jax.experimental import topologies
 
 from fgrpo_jax import sharding
+from fgrpo_jax.layout import Layout, SamplerSettings, cache_bytes
 from fgrpo_jax.model import ModelConfig, Policy
 from fgrpo_jax.sampling import Sampling
-from fgrpo_jax.slots import Layout, SamplerSettings, cache_bytes, make_programs
+from fgrpo_jax.slots import make_programs
 
 QWEN_7B = ModelConfig(152064, 3584, 28, 28, 4, 128, 18944, 1e6, 1e-6, tied=False)
 COLLECTIVE = re.compile(
@@ -56,10 +56,19 @@ def report(name, program, *arguments, **static):
         ),
         flush=True,
     )
-    return text
 
 
-def main(topology, axes, backends, samples=8, prompts=256, columns=1024, response=3072, slots=256):
+def main(
+    topology,
+    axes,
+    backends,
+    sampling="",
+    samples=8,
+    prompts=256,
+    columns=1024,
+    response=3072,
+    slots=256,
+):
     devices = topologies.get_topology_desc(topology, platform="tpu").devices
     mesh = jax.sharding.Mesh(
         np.array(devices).reshape(tuple(map(int, axes.split(",")))),
@@ -67,7 +76,13 @@ def main(topology, axes, backends, samples=8, prompts=256, columns=1024, respons
         axis_types=(jax.sharding.AxisType.Auto,) * 3,
     )
     policy = Policy(QWEN_7B, jnp.bfloat16, tokens=151665, backends=tuple(backends.split(",")))
-    s = SamplerSettings(samples, response, Sampling(), (151645, 151643), slots=slots)
+    s = SamplerSettings(
+        samples,
+        response,
+        Sampling(top_k=20, top_p=0.95) if sampling else Sampling(),
+        (151645, 151643),
+        slots=slots,
+    )
     key = jax.eval_shape(lambda: jax.random.key(0, impl="threefry2x32"))
     shapes = jax.eval_shape(policy.init, key)
     with jax.set_mesh(mesh):
@@ -94,9 +109,7 @@ def main(topology, axes, backends, samples=8, prompts=256, columns=1024, respons
         print(json.dumps(dict(cache=cache_bytes(policy, layout) // len(devices))), flush=True)
         width = layout.widths[-1]
         args = (params, slots, room, number, number, key, ended, number)
-        text = report("decode", programs.decode, *args, width=width)
-        if len(sys.argv) > 4:
-            pathlib.Path(sys.argv[4]).write_text(text)
+        report("decode", programs.decode, *args, width=width)
         report("move_back", programs.move_back, slots, number)
         group = layout.shards * layout.group
         report(
@@ -112,4 +125,4 @@ def main(topology, axes, backends, samples=8, prompts=256, columns=1024, respons
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:4])
+    main(*sys.argv[1:])
