@@ -127,7 +127,8 @@ def run(shape: str, repeats: int, **changes: Any) -> None:
     print(json.dumps(measure(dataclasses.replace(SHAPES[shape], **changes), repeats), indent=1))
 
 
-def measure(x: Shape, repeats: int) -> dict[str, Any]:
+def check(x: Shape) -> None:
+    """UserError where a shape cannot be."""
     for field in dataclasses.fields(x):
         value = getattr(x, field.name)
         if field.type is int and value < 1:
@@ -141,6 +142,9 @@ def measure(x: Shape, repeats: int) -> dict[str, Any]:
             f"hidden {x.hidden}, heads {x.heads}, kv_heads {x.kv_heads}: each must be a multiple "
             "of the next"
         )
+
+
+def make_policy(x: Shape) -> Policy:
     config = ModelConfig(
         x.vocab, x.hidden, x.layers, x.heads, x.kv_heads, x.hidden // x.heads, x.intermediate,
         1e6, 1e-6, tied=True,
@@ -149,6 +153,19 @@ def measure(x: Shape, repeats: int) -> dict[str, Any]:
     if x.median:
         hazard = hazards(x.median, x.sigma, x.response)
         policy = Mortal(config, policy.dtype, prompt=x.prompt, hazard=hazard)
+    return policy
+
+
+def prompts_of(x: Shape) -> Prompts:
+    random = np.random.default_rng(0)
+    tokens_PC = random.integers(1, x.vocab, (x.prompts, x.prompt)).astype(np.int32)
+    positions = np.arange(x.prompts, dtype=np.int32)
+    return Prompts(tokens_PC, np.full(x.prompts, x.prompt, np.int32), positions, ())
+
+
+def measure(x: Shape, repeats: int) -> dict[str, Any]:
+    check(x)
+    policy = make_policy(x)
     settings = SamplerSettings(
         x.samples,
         x.response,
@@ -170,10 +187,7 @@ def measure(x: Shape, repeats: int) -> dict[str, Any]:
 def _measure(
     x: Shape, repeats: int, policy: Policy, settings: SamplerSettings, params: Any, unrolled: Any
 ) -> dict[str, Any]:
-    random = np.random.default_rng(0)
-    tokens_PC = random.integers(1, x.vocab, (x.prompts, x.prompt)).astype(np.int32)
-    positions = np.arange(x.prompts, dtype=np.int32)
-    prompts = Prompts(tokens_PC, np.full(x.prompts, x.prompt, np.int32), positions, ())
+    prompts = prompts_of(x)
     key = jax.random.key(0, impl="threefry2x32")
     layout = Layout.of(settings, x.prompts, x.prompt, ragged=False)
     rows = layout.shards * layout.slots
@@ -185,7 +199,8 @@ def _measure(
 
     programs = make_programs(policy, settings)
     slots, room = programs.empty(params, layout)
-    group = [a[: layout.shards * layout.group] for a in (tokens_PC, prompts.length_P, positions)]
+    size = layout.shards * layout.group
+    group = [a[:size] for a in (prompts.tokens_PC, prompts.length_P, prompts.position_P)]
     before = time.perf_counter()
     decode = programs.decode.lower(
         params, slots, room, np.int32(0), np.int32(x.prompt), key, np.zeros(rows, bool),

@@ -21,18 +21,19 @@ from fgrpo_jax import (
     attention,
     roofline,
     sharding,
-    slots,
     validation,
     weights,
 )
 from fgrpo_jax.accelerators import Topology
 from fgrpo_jax.config import Config
 from fgrpo_jax.layers import ModelConfig
+from fgrpo_jax.layout import Layout, SamplerSettings, slots_that_fit
 from fgrpo_jax.logprobs import batch_logprobs
 from fgrpo_jax.model import Policy
 from fgrpo_jax.objective import make_objective
 from fgrpo_jax.optimizer import make_optimizer, make_schedule
 from fgrpo_jax.sampling import Sampling
+from fgrpo_jax.slots import make_programs
 from fgrpo_jax.structs import LearnerBatch
 from fgrpo_jax.update import UpdateSettings, abstract_state, make_update
 
@@ -154,8 +155,9 @@ def build(c: Config, topology: Topology, mean_response: int, found: list[Any]) -
     decode_params = weights.make_decode_params(policy, mesh, unroll)
     batch = learner_batch(c, mesh)
     settings = UpdateSettings(
-        make_objective(c), c.rollout.temperature, c.learn.epochs, c.learn.logit_chunk
-    )
+        make_objective(c), c.rollout.temperature, c.learn.epochs, c.learn.logit_chunk,
+        validation.shared_rows(c, mesh.shape["replica"] * mesh.shape["fsdp"]),
+    )  # fmt: skip
     update = make_update(policy, optimizer, schedule, settings, state)
     cast = lambda x: jax.ShapeDtypeStruct(x.shape, dtype, sharding=x.sharding)
     reference = jax.tree.map(cast, state.params) if c.kl.coef else None
@@ -164,18 +166,18 @@ def build(c: Config, topology: Topology, mean_response: int, found: list[Any]) -
         sampling = Sampling(
             c.rollout.temperature, c.rollout.top_k, c.rollout.top_p, c.rollout.min_p
         )
-        s = slots.SamplerSettings(
+        s = SamplerSettings(
             c.algo.group_size, c.rollout.max_response, sampling, STOP_IDS, c.rollout.chunk,
             c.rollout.slots, c.rollout.waiting, c.rollout.prefill,
         )  # fmt: skip
         if not c.rollout.slots:
-            fit = slots.slots_that_fit(policy, s, c.data.max_prompt, c.rollout.cache_gib)
+            fit = slots_that_fit(policy, s, c.data.max_prompt, c.rollout.cache_gib)
             s = dataclasses.replace(s, slots=fit)
         ragged = backends[1] == "ragged"
-        layout = slots.Layout.of(s, c.rollout.prompts, c.data.max_prompt, ragged)
+        layout = Layout.of(s, c.rollout.prompts, c.data.max_prompt, ragged)
         shapes = jax.eval_shape(decode_params, state.params)
         params = jax.tree.map(abstract, shapes, sharding.state_shardings(mesh, shapes, "decode"))
-        sampler = slots.make_programs(policy, s)
+        sampler = make_programs(policy, s)
         both = jax.eval_shape(lambda p: sampler.empty(p, layout), params)
         table, room = jax.tree.map(
             lambda x: of(x, "LBKSH" if x.ndim == 5 else "BD"[: x.ndim]), both
@@ -259,7 +261,7 @@ def learner_batch(c: Config, mesh: Any) -> LearnerBatch:
         mask_BT=rows(jnp.bool_, T),
         advantage_B=rows(jnp.float32),
         sampler_logp_BT=rows(jnp.float32, T),
-        sampled_logp_BT=rows(jnp.float32, T) if cut else None,
+        drawn_logp_BT=rows(jnp.float32, T) if cut else None,
         ref_logp_BT=rows(jnp.float32, T) if c.kl.coef else None,
         length_BN=rows(jnp.int32, N) if c.algo.aggregator == "lambda_grpo" else None,
     )

@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 import json
-import math
 import pathlib
 from collections.abc import Callable
 from typing import Any
@@ -238,8 +237,7 @@ def build(
         temperature=c.rollout.temperature,
         epochs=c.learn.epochs,
         logit_chunk=c.learn.logit_chunk,
-        # a device's rows of a microbatch are adjacent, so are a prompt's
-        samples=math.gcd(min(rows, c.learn.microbatch) // shards, rows // c.learn.minibatch),
+        samples=validation.shared_rows(c, shards),
     )
     unroll = c.rollout.unroll == "yes" or (c.rollout.unroll == "auto" and platform != "tpu")
     for warning in cautions.warnings(c, config.default()):

@@ -251,6 +251,12 @@ def minibatch_rows(c: Config) -> int:
     return c.learn.minibatch * (c.rollout.subset or c.algo.group_size)
 
 
+def shared_rows(c: Config, shards: int) -> int:
+    """Adjacent rows of a device's microbatch that have one prompt."""
+    rows = min(minibatch_rows(c), c.learn.microbatch) // shards
+    return math.gcd(rows, minibatch_rows(c) // c.learn.minibatch)
+
+
 def updates_a_step(c: Config) -> int:
     """Optimizer updates of a rollout step."""
     return c.rollout.prompts // c.learn.minibatch * c.learn.epochs

@@ -22,7 +22,8 @@ ROWS = [
     "sampler update",
     "rollouts evaluate programs",
     "reference report bench_losses bench_sampler compiles",
-    "train sft bench plan",
+    "train sft bench_update plan",
+    "bench",
     "main",
 ]
 ROW = {name: row for row, names in enumerate(ROWS) for name in names.split()}
