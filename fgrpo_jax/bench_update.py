@@ -95,7 +95,7 @@ def measure(x: Shape, repeats: int, pack: int, share: bool) -> dict[str, Any]:
     tokens = int(rollouts.mask_BT.sum())
     columns = x.prompt + tokens / rows / 2
     computed = x.prompts * x.prompt if shared > 1 else rows * x.prompt
-    gflop = update_flop(policy.config, computed, tokens, columns) / 1e9
+    gflop = update_flop(policy.config, computed, float(tokens), columns) / 1e9
     (update_cpu, update_wall), (step_cpu, step_wall) = times["update"], times["step"]
     return {
         "shape": dataclasses.asdict(x),

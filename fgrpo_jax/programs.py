@@ -168,7 +168,7 @@ def build(c: Config, topology: Topology, mean_response: int, found: list[Any]) -
         )
         s = SamplerSettings(
             c.algo.group_size, c.rollout.max_response, sampling, STOP_IDS, c.rollout.chunk,
-            c.rollout.slots, c.rollout.waiting, c.rollout.prefill,
+            c.rollout.slots or 1, c.rollout.waiting, c.rollout.prefill,
         )  # fmt: skip
         if not c.rollout.slots:
             fit = slots_that_fit(policy, s, c.data.max_prompt, c.rollout.cache_gib)

@@ -193,16 +193,20 @@ def build(
     text_of = stop.text if stop else lambda tokens: tokenizer.decode(tokens.tolist())
 
     def sampler(
-        name: str, samples: int, sampling: Sampling, columns: int
+        name: str, prompts: int, samples: int, sampling: Sampling, columns: int
     ) -> tuple[Stream, SamplerSettings]:
         settings = SamplerSettings(
             samples, c.rollout.max_response, sampling, tokenizer.stop_ids, c.rollout.chunk,
-            c.rollout.slots, c.rollout.waiting, c.rollout.prefill,
+            c.rollout.slots or 1, c.rollout.waiting, c.rollout.prefill,
         )  # fmt: skip
         if not c.rollout.slots:
             slots = slots_that_fit(policy, settings, columns, c.rollout.cache_gib)
             settings = dataclasses.replace(settings, slots=slots)
-        console.print(f"{name}: up to {settings.slots:,} slots decode at a time", highlight=False)
+        rows = prompts * samples
+        console.print(
+            f"{name}: {min(settings.slots, rows):,} of {rows:,} rows decode at a time",
+            highlight=False,
+        )
         return make_sampler(policy, settings, stop and stop.stopped), settings
 
     train_sampling = Sampling(
@@ -210,7 +214,7 @@ def build(
     )
     eval_sampling = Sampling(c.eval.temperature, c.eval.top_k, c.eval.top_p, c.eval.min_p)
     collect = make_collect(
-        *sampler("rollout", c.algo.group_size, train_sampling, train_set.width),
+        *sampler("rollout", c.rollout.prompts, c.algo.group_size, train_sampling, train_set.width),
         text_of,
         scorer,
         c.score.wrong,
@@ -220,7 +224,7 @@ def build(
     size, share = c.rollout.prompts, distributed.share(c.rollout.prompts)
     shards = mesh.shape["replica"] * mesh.shape["fsdp"]
     evaluate = make_evaluate(
-        sampler("eval", c.eval.samples, eval_sampling, held_out.width)[0],
+        sampler("eval", c.eval.problems, c.eval.samples, eval_sampling, held_out.width)[0],
         text_of,
         scorer,
         held_out,

@@ -71,6 +71,13 @@ def test_published_bounds(tmp_path, name, bounds):
         ("steps", "has no value: write --config.steps=VALUE"),
         ("steps=0", "steps is 0: it must be above 0"),
         ("rollout.temperature=0", "rollout.temperature is 0.0: it must be above 0"),
+        ("rollout.top_p=0", "rollout.top_p is 0.0: it must be above 0"),
+        ("eval.top_p=1.5", "eval.top_p is 1.5: it must be at most 1"),
+        ("rollout.top_k=-1", "rollout.top_k is -1: it must not be below 0"),
+        ("rollout.unroll=maybe", "rollout.unroll is 'maybe': it must be one of auto, yes, no"),
+        ("data.stop=[1]", "config key data.stop takes a string or a JSON list of strings, not"),
+        ('data.stop=[""]', "data.stop holds an empty string"),
+        ("learn.pack=3", "learn.pack is 3: a packed row must hold the longest response"),
         ("algo.focal_gamma=-1", "algo.focal_gamma is -1.0: it must not be below 0"),
         ("algo.name=ppo", "algo.name is 'ppo': it must be one of grpo, dapo, cispo, gspo"),
         ("algo.advantage=gae", "algo.advantage is 'gae': it must be one of grpo, mean_only"),
@@ -251,6 +258,8 @@ def test_mesh(tmp_path):
     assert validation.check_mesh(c, 1) == (1, 1, 1) and validation.check_mesh(c, 8) == (1, 8, 1)
     c.mesh.tp = 2
     assert validation.check_mesh(c, 8) == (1, 4, 2)
+    with pytest.raises(UserError, match="is 4 and there are 8 hosts.*so lower mesh.tp"):
+        validation.check_mesh(c, 8, hosts=8)
     c.mesh.fsdp = 3
     with pytest.raises(UserError, match=r"1 \* 3 \* 2 = 6, and there are 8 devices"):
         validation.check_mesh(c, 8)
@@ -258,3 +267,25 @@ def test_mesh(tmp_path):
     c.rollout.prompts = c.learn.minibatch = 12
     with pytest.raises(UserError, match="rollout.prompts is 12: it must be a multiple of the 8"):
         validation.check_mesh(c, 8)
+
+
+def test_rows_that_share_a_prompt(tmp_path):
+    c = config.load(write(tmp_path, PLAIN))
+    c.algo.group_size, c.learn.minibatch, c.learn.microbatch = 8, 32, 64
+    shared = {shards: validation.shared_rows(c, shards) for shards in (1, 4, 8, 16, 64)}
+    assert shared == {1: 8, 4: 8, 8: 8, 16: 4, 64: 1}
+    c.learn.microbatch = 96  # rows a device: 24, of which 8 have a prompt
+    assert validation.shared_rows(c, 4) == 8
+    c.rollout.subset = 3
+    assert validation.shared_rows(c, 4) == 3
+
+
+def test_packed_rows_need_xla(tmp_path):
+    with pytest.raises(UserError, match="only xla knows packed rows"):
+        config.load(write(tmp_path, PLAIN), ["learn.pack=999", "model.attention=splash"])
+
+
+def test_strings_in_a_list(tmp_path):
+    load = lambda value: config.load(write(tmp_path, PLAIN), [f"data.stop={value}"]).data.stop
+    assert load('["a b", "|"]') == ("a b", "|") and load("Question:") == ("Question:",)
+    assert load("") == ()

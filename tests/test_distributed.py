@@ -45,9 +45,9 @@ def test_two_processes_train_as_one(tmp_path):
     ]
     assert [process.wait(timeout=300) for process in processes] == [0, 0]
     subprocess.run(
-        command(tmp_path / "one", *SETTINGS), cwd=ROOT, env=ENVIRONMENT, check=True,
-        stdout=subprocess.DEVNULL,
+        command(tmp_path / "one", *SETTINGS), cwd=ROOT, check=True, stdout=subprocess.DEVNULL,
+        env={**ENVIRONMENT, "JAX_NUM_CPU_DEVICES": "2"},  # the same mesh: AdamW makes much of noise
     )  # fmt: skip
     for one, two in zip(metrics(tmp_path / "one"), metrics(tmp_path / "two"), strict=True):
         for name in ("loss", "entropy", "grad_norm", "kl"):
-            assert two[name] == pytest.approx(one[name], rel=1e-4, abs=1e-6), name
+            assert two[name] == pytest.approx(one[name], rel=2e-5, abs=1e-6), name
