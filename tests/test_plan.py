@@ -310,7 +310,7 @@ def test_a_tpu_that_is_not_here(tmp_path, capsys):
     flags += ["--json", str(out), "--cache", str(tmp_path / "cache"), "--markdown"]
     assert plan.main([*flags, "--topology", "v5e:3x5"]) == 2
     printed = capsys.readouterr()
-    assert "v5e:2x2: fits, with 9" in printed.out and "| v5e:2x2 | 1 x 4 x 1 |" in printed.out
+    assert "v5e:2x2: fits, with " in printed.out and "| v5e:2x2 | 1 x 4 x 1 |" in printed.out
     assert "error: v5e:3x5" in printed.err
     (whole,) = json.loads(out.read_text())
     assert whole["programs"]["update"]["peak"] < 2**30 and whole["memory"] == 15.75 * 2**30
