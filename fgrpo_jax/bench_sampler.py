@@ -98,11 +98,10 @@ def step_cost(config: ModelConfig, rows: int, columns: float, itemsize: int) -> 
     """FLOP and bytes of a decode step by formula: matmuls and attention of so many rows and
     columns; weights and cache read once."""
     c = config
-    layer = c.width * c.head_size * (2 * c.heads + 2 * c.kv_heads) + 3 * c.width * c.feed_forward
-    matmuls = c.layers * layer + c.vocab * c.width
+    matmuls = c.layers * c.layer_matrices + c.vocab * c.width
     scores = 2 * c.layers * c.heads * c.head_size * columns
-    cache = 2 * c.layers * c.kv_heads * c.head_size * columns
-    return 2.0 * rows * (matmuls + scores), itemsize * (matmuls + rows * cache)
+    cache = c.column_bytes(itemsize) * columns
+    return 2.0 * rows * (matmuls + scores), itemsize * matmuls + rows * cache
 
 
 def matmuls_alone(params: Any, x_BD: jax.Array) -> jax.Array:

@@ -26,8 +26,7 @@ from fgrpo_jax.update import UpdateSettings, abstract_state, init_state, make_up
 def update_flop(c: ModelConfig, prompts: int, tokens: float, columns: float) -> float:
     """Of forward and backward by formula, without recomputation: matmuls of so many prompt and
     response tokens, logits of the latter, and attention to `columns` on average."""
-    layer = c.width * c.head_size * (2 * c.heads + 2 * c.kv_heads) + 3 * c.width * c.feed_forward
-    matmuls = (prompts + tokens) * c.layers * layer + tokens * c.vocab * c.width
+    matmuls = (prompts + tokens) * c.layers * c.layer_matrices + tokens * c.vocab * c.width
     attention = 2 * c.layers * c.heads * c.head_size * (prompts + tokens) * columns
     return 6.0 * (matmuls + attention)
 

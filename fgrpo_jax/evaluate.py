@@ -86,17 +86,10 @@ def make_evaluate(
         indices = np.array(left + [-1] * (size - len(left)), np.int32)
         if size:
             batch = held_out.batch(indices, np.maximum(indices, 0))
-            _judge(stream(params, batch, key, watch), text_of, scorer, held_out, left, counts)
-        return _result(counts, held_out, mine)
+            judge(stream(params, batch, key, watch), left, counts)
+        return result(counts, mine)
 
-    def _judge(
-        responses: Iterator[list[Response]],
-        text_of: Callable[[np.ndarray], str],
-        scorer: Scorer,
-        held_out: PromptSet,
-        left: list[int],
-        counts: Counts,
-    ) -> None:
+    def judge(responses: Iterator[list[Response]], left: list[int], counts: Counts) -> None:
         scores = collections.defaultdict(list)  # of problems that are not done
         waiting: collections.deque[tuple[list[int], Iterator[Score]]] = collections.deque()
 
@@ -117,16 +110,16 @@ def make_evaluate(
         while waiting:
             settle()
 
-    def _result(counts: Counts, held_out: PromptSet, mine: np.ndarray) -> Result:
+    def result(counts: Counts, mine: np.ndarray) -> Result:
         correct_P = np.array([counts.correct[int(i)] for i in mine], int)
-        result: Result = {
+        out: Result = {
             f"pass@{k}": distributed.total(pass_at_k(correct_P, samples, k).sum()) / total
             for k in powers_up_to(samples)
         }
         label = np.array([held_out.problems[i].kind for i in mine])
-        result["by_kind"] = {
+        out["by_kind"] = {
             kind: float(correct_P[label == kind].mean() / samples) for kind in sorted(set(label))
         }
-        return result
+        return out
 
     return evaluate

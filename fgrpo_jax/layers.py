@@ -33,6 +33,16 @@ class ModelConfig:
     rms_eps: float
     tied: bool  # the embedding is the head
 
+    def column_bytes(self, itemsize: int, tp: int = 1) -> int:
+        """Of a column's keys and values in all layers, on one of tp devices."""
+        return 2 * self.layers * -(-self.kv_heads // tp) * self.head_size * itemsize
+
+    @property
+    def layer_matrices(self) -> int:
+        """Entries of one layer's weights that are multiplied by."""
+        heads = self.width * self.head_size * (2 * self.heads + 2 * self.kv_heads)
+        return heads + 3 * self.width * self.feed_forward
+
     @classmethod
     def from_hugging_face(cls, c: dict[str, Any]) -> "ModelConfig":
         """From the content of a config.json; UserError on what this policy does not compute."""

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from fgrpo_jax import UserError, sharding
 from fgrpo_jax.model import Policy
 from fgrpo_jax.sampling import Sampling
+from fgrpo_jax.validation import Config
 
 MIN_WIDTH = 128  # columns that attention reads at least: with fewer little is saved
 SCORES = 2**30  # bytes of attention scores while prompts are prefilled, at most
@@ -84,8 +85,7 @@ class Layout:
 
 def cache_bytes(policy: Policy, layout: Layout) -> int:
     """Bytes of keys and values, of slots and waiting prompts over all devices."""
-    c = policy.config
-    column = 2 * c.layers * c.kv_heads * c.head_size * jnp.dtype(policy.dtype).itemsize
+    column = policy.config.column_bytes(jnp.dtype(policy.dtype).itemsize)
     places = layout.slots * layout.cached + layout.waiting * layout.columns
     return column * layout.shards * places
 
@@ -94,6 +94,24 @@ def _cached(s: SamplerSettings, columns: int, refills: bool) -> int:
     # a row that is alive began at most C + T - 1 columns ago, and a chunk must fit behind it
     cached = columns + s.response + (s.steps if refills else 0)
     return cached + -cached % TILE
+
+
+def settings_of(
+    c: Config,
+    policy: Policy,
+    samples: int,
+    sampling: Sampling,
+    stop_ids: tuple[int, ...],
+    columns: int,
+) -> SamplerSettings:
+    """A run's, with the slots that rollout.cache_gib holds where rollout.slots is 0."""
+    s = SamplerSettings(
+        samples, c.rollout.max_response, sampling, stop_ids, c.rollout.chunk,
+        c.rollout.slots or 1, c.rollout.waiting, c.rollout.prefill,
+    )  # fmt: skip
+    if c.rollout.slots:
+        return s
+    return dataclasses.replace(s, slots=slots_that_fit(policy, s, columns, c.rollout.cache_gib))
 
 
 def _waiting_a_slot(s: SamplerSettings, shards: int) -> float:
@@ -107,7 +125,7 @@ def slots_that_fit(policy: Policy, s: SamplerSettings, columns: int, gib: float)
     """Slots, over all devices of jax.set_mesh's mesh, whose cache, waiting prompts and logits take
     so many GiB of each. UserError where not one does."""
     c, X, tp = policy.config, sharding.shards(*sharding.ROWS), sharding.shards("tp")
-    column = 2 * c.layers * -(-c.kv_heads // tp) * c.head_size * jnp.dtype(policy.dtype).itemsize
+    column = c.column_bytes(jnp.dtype(policy.dtype).itemsize, tp)
     logits = 3 * 4 * -(-c.vocab // tp)  # and two copies while a token is drawn
     slot = column * _cached(s, columns, refills=True) + logits
     budget = gib * 2**30 - column * columns * -(-s.waiting // X)

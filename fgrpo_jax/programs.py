@@ -21,21 +21,20 @@ from fgrpo_jax import (
     attention,
     roofline,
     sharding,
+    update,
     validation,
     weights,
 )
 from fgrpo_jax.accelerators import Topology
 from fgrpo_jax.config import Config
 from fgrpo_jax.layers import ModelConfig
-from fgrpo_jax.layout import Layout, SamplerSettings, slots_that_fit
+from fgrpo_jax.layout import Layout, settings_of
 from fgrpo_jax.logprobs import batch_logprobs
 from fgrpo_jax.model import Policy
-from fgrpo_jax.objective import make_objective
 from fgrpo_jax.optimizer import make_optimizer, make_schedule
 from fgrpo_jax.sampling import Sampling
 from fgrpo_jax.slots import make_programs
 from fgrpo_jax.structs import LearnerBatch
-from fgrpo_jax.update import UpdateSettings, abstract_state, make_update
 
 SHAPES = pathlib.Path(__file__).parent / "assets" / "shapes" / "qwen2.json"
 DTYPES = {"auto": jnp.bfloat16, "bfloat16": jnp.bfloat16, "float32": jnp.float32}
@@ -145,20 +144,17 @@ def build(c: Config, topology: Topology, mean_response: int, found: list[Any]) -
     policy = Policy(m, dtype, c.model.remat == "full", m.vocab - 1, backends)
     schedule = make_schedule(c.optim, validation.updates_a_step(c))
     optimizer = make_optimizer(c.optim, schedule)
-    state = abstract_state(policy, optimizer, mesh)
+    state = update.abstract_state(policy, optimizer, mesh)
     key = jax.eval_shape(lambda: jax.random.key(0, impl="threefry2x32"))
     abstract = lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place)
     of = lambda x, axes: abstract(x, sharding.activation(mesh, axes))
     rows = lambda *shape, kind=jnp.int32: of(jax.ShapeDtypeStruct(shape, kind), "BT"[: len(shape)])
     number = jax.ShapeDtypeStruct((), jnp.int32)
-    unroll = c.rollout.unroll == "yes" or (c.rollout.unroll == "auto" and chip.platform != "tpu")
+    unroll = weights.unrolls(c, chip.platform)
     decode_params = weights.make_decode_params(policy, mesh, unroll)
     batch = learner_batch(c, mesh)
-    settings = UpdateSettings(
-        make_objective(c), c.rollout.temperature, c.learn.epochs, c.learn.logit_chunk,
-        validation.shared_rows(c, mesh.shape["replica"] * mesh.shape["fsdp"]),
-    )  # fmt: skip
-    update = make_update(policy, optimizer, schedule, settings, state)
+    settings = update.settings_of(c, axes[0] * axes[1])
+    learn = update.make_update(policy, optimizer, schedule, settings, state)
     cast = lambda x: jax.ShapeDtypeStruct(x.shape, dtype, sharding=x.sharding)
     reference = jax.tree.map(cast, state.params) if c.kl.coef else None
 
@@ -166,13 +162,7 @@ def build(c: Config, topology: Topology, mean_response: int, found: list[Any]) -
         sampling = Sampling(
             c.rollout.temperature, c.rollout.top_k, c.rollout.top_p, c.rollout.min_p
         )
-        s = SamplerSettings(
-            c.algo.group_size, c.rollout.max_response, sampling, STOP_IDS, c.rollout.chunk,
-            c.rollout.slots or 1, c.rollout.waiting, c.rollout.prefill,
-        )  # fmt: skip
-        if not c.rollout.slots:
-            fit = slots_that_fit(policy, s, c.data.max_prompt, c.rollout.cache_gib)
-            s = dataclasses.replace(s, slots=fit)
+        s = settings_of(c, policy, c.algo.group_size, sampling, STOP_IDS, c.data.max_prompt)
         ragged = backends[1] == "ragged"
         layout = Layout.of(s, c.rollout.prompts, c.data.max_prompt, ragged)
         shapes = jax.eval_shape(decode_params, state.params)
@@ -197,7 +187,7 @@ def build(c: Config, topology: Topology, mean_response: int, found: list[Any]) -
             {"width": width},
         ),
         "move_back": (sampler.move_back, (table, number), {}),
-        "update": (update, (state, batch), {}),
+        "update": (learn, (state, batch), {}),
     }
     if reference:
         place = sharding.activation(mesh, "ZZBT")
@@ -254,14 +244,14 @@ def learner_batch(c: Config, mesh: Any) -> LearnerBatch:
         place = sharding.activation(mesh, "ZZBT" if shape else "ZZB")
         return jax.ShapeDtypeStruct((*lead, *shape), kind, sharding=place)
 
-    cut = c.rollout.top_k > 0 or c.rollout.top_p < 1 or c.rollout.min_p > 0
+    sampling = Sampling(top_k=c.rollout.top_k, top_p=c.rollout.top_p, min_p=c.rollout.min_p)
     return LearnerBatch(
         tokens_BS=rows(jnp.int32, c.data.max_prompt + T),
         start_B=rows(jnp.int32),
         mask_BT=rows(jnp.bool_, T),
         advantage_B=rows(jnp.float32),
         sampler_logp_BT=rows(jnp.float32, T),
-        drawn_logp_BT=rows(jnp.float32, T) if cut else None,
+        drawn_logp_BT=rows(jnp.float32, T) if sampling.truncated else None,
         ref_logp_BT=rows(jnp.float32, T) if c.kl.coef else None,
         length_BN=rows(jnp.int32, N) if c.algo.aggregator == "lambda_grpo" else None,
     )

@@ -27,10 +27,8 @@ class Weights(NamedTuple):
 
     @classmethod
     def of(cls, m: ModelConfig) -> "Weights":
-        heads = m.width * m.head_size * (2 * m.heads + 2 * m.kv_heads)
         biases = m.head_size * (m.heads + 2 * m.kv_heads)
-        matrices = heads + 3 * m.width * m.feed_forward
-        return cls(matrices, biases + 2 * m.width, m.vocab * m.width)
+        return cls(m.layer_matrices, biases + 2 * m.width, m.vocab * m.width)
 
 
 def parameters(m: ModelConfig) -> int:
@@ -80,8 +78,7 @@ class Job:
 
 def column_bytes(j: Job) -> int:
     """Keys and values of one column on a device."""
-    m = j.model
-    return 2 * m.layers * m.kv_heads * m.head_size * j.item // j.tp
+    return j.model.column_bytes(j.item, j.tp)
 
 
 def memory(j: Job) -> dict[str, Number]:

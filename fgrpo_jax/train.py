@@ -17,6 +17,7 @@ from fgrpo_jax import (
     cautions,
     config,
     distributed,
+    layout,
     metrics,
     prompts,
     report,
@@ -32,9 +33,8 @@ from fgrpo_jax.checkpoint import Checkpoints
 from fgrpo_jax.config import Config
 from fgrpo_jax.estimators import make_advantage, shape_rewards
 from fgrpo_jax.evaluate import make_evaluate
-from fgrpo_jax.layout import SamplerSettings, slots_that_fit
+from fgrpo_jax.layout import SamplerSettings
 from fgrpo_jax.model import DTYPES, Policy
-from fgrpo_jax.objective import make_objective
 from fgrpo_jax.optimizer import make_optimizer, make_schedule
 from fgrpo_jax.reference import make_reference
 from fgrpo_jax.rollouts import learner_batch, make_collect
@@ -43,7 +43,7 @@ from fgrpo_jax.sampling import Sampling
 from fgrpo_jax.selection import Draw, make_draw, most_varied
 from fgrpo_jax.structs import LearnerBatch, Rollouts, TrainState
 from fgrpo_jax.tokenizer import StopStrings
-from fgrpo_jax.update import UpdateSettings, abstract_state, init_state, make_update
+from fgrpo_jax.update import abstract_state, init_state, make_update, settings_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -195,13 +195,7 @@ def build(
     def sampler(
         name: str, prompts: int, samples: int, sampling: Sampling, columns: int
     ) -> tuple[Stream, SamplerSettings]:
-        settings = SamplerSettings(
-            samples, c.rollout.max_response, sampling, tokenizer.stop_ids, c.rollout.chunk,
-            c.rollout.slots or 1, c.rollout.waiting, c.rollout.prefill,
-        )  # fmt: skip
-        if not c.rollout.slots:
-            slots = slots_that_fit(policy, settings, columns, c.rollout.cache_gib)
-            settings = dataclasses.replace(settings, slots=slots)
+        settings = layout.settings_of(c, policy, samples, sampling, tokenizer.stop_ids, columns)
         rows = prompts * samples
         console.print(
             f"{name}: {min(settings.slots, rows):,} of {rows:,} rows decode at a time",
@@ -222,7 +216,7 @@ def build(
         drop_truncated=c.algo.truncated == "drop",
     )
     size, share = c.rollout.prompts, distributed.share(c.rollout.prompts)
-    shards = mesh.shape["replica"] * mesh.shape["fsdp"]
+    shards = sharding.shards(*sharding.ROWS)
     evaluate = make_evaluate(
         sampler("eval", c.eval.problems, c.eval.samples, eval_sampling, held_out.width)[0],
         text_of,
@@ -236,14 +230,6 @@ def build(
     minibatches = size // c.learn.minibatch
     rows = validation.minibatch_rows(c)
     microbatches = rows // min(rows, c.learn.microbatch)
-    settings = UpdateSettings(
-        objective=make_objective(c),
-        temperature=c.rollout.temperature,
-        epochs=c.learn.epochs,
-        logit_chunk=c.learn.logit_chunk,
-        samples=validation.shared_rows(c, shards),
-    )
-    unroll = c.rollout.unroll == "yes" or (c.rollout.unroll == "auto" and platform != "tpu")
     for warning in cautions.warnings(c, config.default()):
         console.print(f"warning: {warning}")
     state = checkpoints.restore(abstract)
@@ -260,7 +246,7 @@ def build(
     as_is = lambda rollouts: rollouts
     workdirs.claim(c, workdir)
     return Parts(
-        decode_params=weights.make_decode_params(policy, mesh, unroll),
+        decode_params=weights.make_decode_params(policy, mesh, weights.unrolls(c, platform)),
         draw=make_draw(
             collect,
             lambda position: prompts.batch_at(train_set, position, size, c.seed, share),
@@ -282,7 +268,7 @@ def build(
             with_lengths=c.algo.aggregator == "lambda_grpo",
             pack=c.learn.pack,
         ),
-        update=make_update(policy, optimizer, schedule, settings, abstract),
+        update=make_update(policy, optimizer, schedule, settings_of(c, shards), abstract),
         evaluate=evaluate,
         checkpoints=checkpoints,
     ), state

@@ -11,12 +11,13 @@ import optax
 from jax.sharding import Mesh
 from jaxtyping import Array
 
-from fgrpo_jax import sharding
+from fgrpo_jax import sharding, validation
 from fgrpo_jax.logprobs import batch_logprobs, rows_logprobs
 from fgrpo_jax.model import Policy
-from fgrpo_jax.objective import Objective, aggregate, token_loss
+from fgrpo_jax.objective import Objective, aggregate, make_objective, token_loss
 from fgrpo_jax.packing import unpack
 from fgrpo_jax.structs import LearnerBatch, TrainState
+from fgrpo_jax.validation import Config
 
 Metrics = dict[str, Array]
 
@@ -30,6 +31,17 @@ class UpdateSettings:
     epochs: int  # passes over the batch
     logit_chunk: int  # response tokens whose logits are in memory at a time
     samples: int = 1  # so many adjacent rows of a device's microbatch have one prompt
+
+
+def settings_of(c: Config, shards: int) -> UpdateSettings:
+    """A run's, whose rows so many devices share."""
+    return UpdateSettings(
+        objective=make_objective(c),
+        temperature=c.rollout.temperature,
+        epochs=c.learn.epochs,
+        logit_chunk=c.learn.logit_chunk,
+        samples=validation.shared_rows(c, shards),
+    )
 
 
 def abstract_state(

@@ -23,6 +23,7 @@ from jax.sharding import Mesh
 from fgrpo_jax import UserError, distributed, sharding
 from fgrpo_jax.model import ModelConfig, Policy
 from fgrpo_jax.tokenizer import read_json
+from fgrpo_jax.validation import Config
 
 READ = 8 << 20  # bytes of whole rows read at a time
 FILE = 4 << 30  # most bytes of a written file
@@ -204,6 +205,11 @@ def _read_slice(
             out[first - begin : last - begin] = block[:, *rest]
     finally:
         os.close(descriptor)
+
+
+def unrolls(c: Config, platform: str) -> bool:
+    """Whether the layers that decode are unrolled on devices of this kind."""
+    return c.rollout.unroll == "yes" or (c.rollout.unroll == "auto" and platform != "tpu")
 
 
 def make_decode_params(policy: Policy, mesh: Mesh, unroll: bool = False) -> Callable[[Any], Any]:
