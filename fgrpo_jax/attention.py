@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jax.experimental import pallas as pl
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask
@@ -24,6 +25,7 @@ from fgrpo_jax.ragged import LANES
 
 ATTENTION = ("auto", "xla", "splash", "cudnn")  # the values of model.attention
 SPLASH_BLOCK = 512  # columns, at most
+KEPT = "attention"  # checkpoint_name of what a backward pass needs of causal_attention's forward
 
 
 def resolve(attention: str, platform: str, dtype: Any, head_size: int) -> tuple[str, str]:
@@ -104,12 +106,13 @@ def causal_attention(
     (GPU). What comes out before a row's start is finite and means nothing: no loss may read it.
     """
     if backend == "xla":
-        return _causal_xla(q_BTQH, k_BKSH, v_BKSH, start_B, part_BT)
+        return checkpoint_name(_causal_xla(q_BTQH, k_BKSH, v_BKSH, start_B, part_BT), KEPT)
     if part_BT is not None:
         raise ValueError(f"attention {backend} knows no packed rows")
     kernel = {"splash": _causal_splash, "cudnn": _causal_cudnn}[backend]
     in_axes = ("BTQH", "BKSH", "BKSH", "B")
-    return sharding.local(kernel, in_axes, "BTQH")(q_BTQH, k_BKSH, v_BKSH, start_B)
+    out_BTQH = sharding.local(kernel, in_axes, "BTQH")(q_BTQH, k_BKSH, v_BKSH, start_B)
+    return out_BTQH if backend == "splash" else checkpoint_name(out_BTQH, KEPT)
 
 
 def _causal_xla(q_BTQH, k_BKSH, v_BKSH, start_B, part_BT):
@@ -153,6 +156,7 @@ def _causal_splash(q_BTQH, k_BKSH, v_BKSH, start_B):
         head_shards=1,
         q_seq_shards=1,
         interpret=ragged.INTERPRET,
+        residual_checkpoint_name=KEPT,
     )  # fmt: skip
     all_heads = jax.vmap(one_key_head, in_axes=(0, 0, 0, None))
     out_BKGTH = jnp.asarray(jax.vmap(all_heads)(q_BKGTH, k_BKSH, v_BKSH, segments))

@@ -24,7 +24,13 @@ def default() -> Config:
     c.model.path = "embedded:tiny_arithmetic"  # Hugging Face folder, or embedded:NAME
     c.model.dtype = "auto"  # of computation: float32, bfloat16; auto: bfloat16, on CPU float32
     c.model.attention = "auto"  # xla, splash (TPU), cudnn (GPU); auto: the device's, where it can
-    c.model.remat = "none"  # recomputed in the backward pass: none, or full (each whole layer)
+    c.model.remat = "none"  # recomputed by the backward pass: none dots attention full, as README
+
+    c.lora = _section()  # low-rank adapters: the model's weights stay as they are
+    c.lora.rank = 0  # R of the adapters, which alone are trained; 0: all weights are
+    c.lora.alpha = 32.0  # adapters' products count alpha / rank times
+    c.lora.targets = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+    c.lora.export = "merged"  # policy/ at the end: merged into the weights, or adapter (as peft's)
 
     c.data = _section()
     c.data.source = "arithmetic"  # as forms.SOURCES; several: 0.7*jsonl:PATH+0.3*parquet:PATH
@@ -73,6 +79,7 @@ def default() -> Config:
     c.kl.place = "loss"  # loss, or reward
     c.kl.estimator = "k3"  # k1 k2 k3 abs k1+ k3+; +: with the gradient of k2
     c.kl.reference = ""  # Hugging Face folder of the reference; empty: model.path
+    c.kl.offload = False  # its weights wait in the host's memory while they are not used
 
     c.importance = _section()  # weights of the loss where sampler and trainer differ
     c.importance.kind = "none"  # none, truncate (TIS) or mask (IcePop)
@@ -114,11 +121,13 @@ def default() -> Config:
     c.optim.b2 = 0.999  # and of the second
     c.optim.weight_decay = 0.01  # AdamW, decoupled
     c.optim.clip_norm = 1.0  # bound on the gradient's global norm
+    c.optim.first_moment = "float32"  # how AdamW keeps it: float32, or bfloat16 (half the memory)
 
     c.mesh = _section()
     c.mesh.replica = 1  # copies of the whole sharded state, for slow links
     c.mesh.fsdp = -1  # devices that share rows, parameters and optimizer; -1: all that are left
     c.mesh.tp = 1  # devices that share each layer's heads and features
+    c.mesh.sequence = "auto"  # tp shares columns between layers too: yes no; auto: not on a CPU
 
     c.checkpoint = _section()
     c.checkpoint.every = 50  # steps; the last step is always saved

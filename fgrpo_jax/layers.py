@@ -14,6 +14,7 @@ from flax import struct
 from jaxtyping import Array
 
 from fgrpo_jax import UserError
+from fgrpo_jax.adapters import EQUATIONS, equations
 from fgrpo_jax.attention import causal_attention, decode_attention
 from fgrpo_jax.sharding import constrain
 
@@ -112,14 +113,20 @@ def multiply(equation: str, x: Array, weight: Array, **options: Any) -> Array:
 
 
 class Linear(nn.Module):
-    equation: str  # of input and weight
+    """The product with the matrix of its name, and with an adapter where it has one."""
+
     shape: tuple[int, ...]
     bias_rank: int = 0  # leading axes of the weight that are outputs, where there is a bias
 
     @nn.compact
     def __call__(self, x: Array) -> Array:
+        assert self.name
         weight = self.param("weight", nn.initializers.normal(0.02), self.shape)
-        y = multiply(self.equation, x, weight.astype(x.dtype))
+        y = multiply(EQUATIONS[self.name], x, weight.astype(x.dtype))
+        if self.has_variable("params", "lora_A"):
+            first, second, _ = equations(self.name)
+            lora = lambda name: self.get_variable("params", name).astype(x.dtype)
+            y += multiply(second, multiply(first, x, lora("lora_A")), lora("lora_B"))
         if self.bias_rank:
             bias = self.param("bias", nn.initializers.zeros, self.shape[: self.bias_rank])
             y += jnp.expand_dims(bias.astype(x.dtype), tuple(range(y.ndim - bias.ndim)))
@@ -165,9 +172,9 @@ class Attention(nn.Module):
         whole, one = self.backends
         q_shape = (c.heads, c.head_size, c.width)
         kv_shape = (c.kv_heads, c.head_size, c.width)
-        q = Linear("BTD,QHD->BTQH", q_shape, 2, name="q_proj")(x_BTD)
-        k = Linear("BTD,KHD->BTKH", kv_shape, 2, name="k_proj")(x_BTD)
-        v = Linear("BTD,KHD->BTKH", kv_shape, 2, name="v_proj")(x_BTD)
+        q = Linear(q_shape, 2, name="q_proj")(x_BTD)
+        k = Linear(kv_shape, 2, name="k_proj")(x_BTD)
+        v = Linear(kv_shape, 2, name="v_proj")(x_BTD)
         q_BTQH = constrain(rotate(q, turn), "BTQH")
         k_BKTH = constrain(rotate(k, turn).swapaxes(1, 2), "BKSH")
         v_BKTH = constrain(v.swapaxes(1, 2), "BKSH")
@@ -184,7 +191,7 @@ class Attention(nn.Module):
             )  # fmt: skip
             out_BTQH = out_BQH[:, None]
         o_shape = (c.width, c.heads, c.head_size)
-        out_BTD = Linear("BTQH,DQH->BTD", o_shape, name="o_proj")(constrain(out_BTQH, "BTQH"))
+        out_BTD = Linear(o_shape, name="o_proj")(constrain(out_BTQH, "BTQH"))
         return out_BTD, (k_BKTH, v_BKTH)
 
 
@@ -194,10 +201,10 @@ class MLP(nn.Module):
     @nn.compact
     def __call__(self, x_BTD):
         c = self.config
-        gate = Linear("BTD,FD->BTF", (c.feed_forward, c.width), name="gate_proj")(x_BTD)
-        up = Linear("BTD,FD->BTF", (c.feed_forward, c.width), name="up_proj")(x_BTD)
+        gate = Linear((c.feed_forward, c.width), name="gate_proj")(x_BTD)
+        up = Linear((c.feed_forward, c.width), name="up_proj")(x_BTD)
         hidden_BTF = constrain(nn.silu(gate) * up, "BTF")
-        return Linear("BTF,DF->BTD", (c.width, c.feed_forward), name="down_proj")(hidden_BTF)
+        return Linear((c.width, c.feed_forward), name="down_proj")(hidden_BTF)
 
 
 class Layer(nn.Module):
@@ -205,12 +212,15 @@ class Layer(nn.Module):
 
     config: ModelConfig
     backends: tuple[str, str]
+    stream: str  # how hidden states lie between layers, by sharding's name
 
     @nn.compact
     def __call__(self, x_BTD, turn, start_B, past: Past | None, part_BT=None):
         c = self.config
         h = RMSNorm(c.rms_eps, name="input_layernorm")(x_BTD)
+        h = constrain(h, "BTD")
         h, rows = Attention(c, self.backends, name="self_attn")(h, turn, start_B, past, part_BT)
-        x_BTD = constrain(x_BTD + h, "BTD")
+        x_BTD = constrain(x_BTD + h, self.stream)
         h = RMSNorm(c.rms_eps, name="post_attention_layernorm")(x_BTD)
-        return constrain(x_BTD + MLP(c, name="mlp")(h), "BTD"), rows
+        h = constrain(h, "BTD")
+        return constrain(x_BTD + MLP(c, name="mlp")(h), self.stream), rows

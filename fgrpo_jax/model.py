@@ -10,9 +10,12 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Float, Int
 
+from fgrpo_jax import adapters, attention
+from fgrpo_jax.adapters import Lora
 from fgrpo_jax.layers import Layer, ModelConfig, Past, RMSNorm, Turn, make_turn, multiply
 from fgrpo_jax.numerics import MASKED
 from fgrpo_jax.sharding import constrain
+from fgrpo_jax.validation import Config
 
 
 @struct.dataclass
@@ -32,6 +35,16 @@ def blocks(params: Any) -> tuple[Any, ...]:
     return layers if isinstance(layers, tuple) else (layers,)
 
 
+_remat = functools.partial(jax.checkpoint, prevent_cse=False)  # the layers are scanned
+_kept = jax.checkpoint_policies
+REMAT: dict[str, Callable[[Any], Any]] = {  # by model.remat
+    "none": lambda layer: layer,
+    "dots": functools.partial(_remat, policy=_kept.dots_with_no_batch_dims_saveable),
+    "attention": functools.partial(_remat, policy=_kept.save_only_these_names(attention.KEPT)),
+    "full": _remat,
+}
+
+
 @dataclasses.dataclass(frozen=True)
 class Policy:
     """The language model as functions of params.
@@ -43,9 +56,11 @@ class Policy:
 
     config: ModelConfig
     dtype: Any = jnp.float32  # of computation; norms, softmax, RoPE and logits are float32
-    remat: bool = False  # recompute each layer in the backward pass
+    remat: str = "none"  # what the backward pass recomputes of a layer, as REMAT
     tokens: int | None = None  # ids that the tokenizer knows; the rows above are never sampled
     backends: tuple[str, str] = ("xla", "xla")  # of attention: over whole rows, and decoding
+    share_columns: bool = False  # devices that share heads share a row's columns between layers
+    lora: Lora | None = None  # adapters, which are then all that is trained
 
     def init(self, key: Array) -> Any:
         """Random float32 parameters."""
@@ -55,7 +70,7 @@ class Policy:
         turn = make_turn(jnp.zeros((1, 1)), c.head_size, c.rope_theta)
 
         def init_layer(key: Array) -> Any:
-            return Layer(c, ("xla", "xla")).init(key, x_BTD, turn, start_B, None)["params"]
+            return Layer(c, ("xla", "xla"), "BTD").init(key, x_BTD, turn, start_B, None)["params"]
 
         table = lambda key: {"weight": 0.02 * jax.random.normal(key, (c.vocab, c.width))}
         params = {
@@ -64,6 +79,20 @@ class Policy:
             "norm": {"weight": jnp.ones(c.width)},
         }
         return params if c.tied else params | {"lm_head": table(head_key)}
+
+    def trained(self, key: Array) -> Any:
+        """Fresh float32 parameters of those that training changes."""
+        if self.lora:
+            return self.lora.init(key, jax.eval_shape(self.init, key))
+        return self.init(key)
+
+    def weights(self, params: Any, base: Any = None) -> Any:
+        """What the functions below take: params, or the base's with params as its adapters."""
+        return self.lora.join(base, params) if self.lora else params
+
+    def merged(self, params: Any, base: Any = None) -> Any:
+        """The same without adapters: they are added to the weights."""
+        return adapters.merge(self.weights(params, base))
 
     def hidden(
         self, params: Any, token_BT: Int[Array, "B T"], start_B: Int[Array, " B"]
@@ -84,7 +113,7 @@ class Policy:
         The B / P responses of a prompt are adjacent, and the prompt is computed once for all.
         part_BT: a row holds several responses of its prompt, numbered from 1; 0 is padding.
         """
-        c, C, T = self.config, prompt_PC.shape[1], response_BT.shape[1]
+        C, T = prompt_PC.shape[1], response_BT.shape[1]
         each = lambda x: jnp.repeat(x, response_BT.shape[0] // prompt_PC.shape[0], axis=0)
         begins_BT = jnp.broadcast_to(jnp.arange(T) == 0, response_BT.shape)
         if part_BT is not None:
@@ -95,14 +124,15 @@ class Policy:
 
         def layer(carry, weights):
             x_PCD, x_BTD = carry
-            apply = functools.partial(Layer(c, self.backends).apply, {"params": weights})
+            apply = functools.partial(self._layer(T).apply, {"params": weights})
             x_PCD, (k_PKCH, v_PKCH) = apply(x_PCD, turn_P, start_P, None)
             past = Past(each(k_PKCH)[None], each(v_PKCH)[None], 0)
             return (x_PCD, apply(x_BTD, turn_B, each(start_P), past, part_BT)[0]), None
 
-        layer = jax.checkpoint(layer, prevent_cse=False) if self.remat else layer
+        layer = REMAT[self.remat](layer)
         x = self._embed(params, prompt_PC), self._embed(params, response_BT)
         (x_PCD, x_BTD), _ = jax.lax.scan(layer, x, params["layers"])
+        x_PCD, x_BTD = constrain(x_PCD, "BTD"), constrain(x_BTD, "BTD")
         before_BTD = jnp.pad(x_BTD, [(0, 0), (1, 0), (0, 0)])[:, :-1]
         x_BTD = jnp.where(begins_BT[..., None], each(x_PCD[:, -1:]), before_BTD)
         return self._norm(params, constrain(x_BTD, "BTD"))
@@ -166,24 +196,36 @@ class Policy:
                 past = None
                 if cache:
                     past = Past(cache.k_LBKSH[i], cache.v_LBKSH[i], number, column, width)
-                module = Layer(self.config, self.backends)
+                module = self._layer(token_BT.shape[1])
                 x_BTD, new = module.apply({"params": weights}, x_BTD, turn, start_B, past)
                 return x_BTD, new if keep_rows else None
 
             count = jax.tree.leaves(block)[0].shape[0]
-            layer = jax.checkpoint(layer, prevent_cse=False) if self.remat else layer
+            layer = REMAT[self.remat](layer)
             x_BTD, new = jax.lax.scan(layer, x_BTD, (block, jnp.arange(count)), unroll=count == 1)
             rows.append(new)
         cache = Cache(*zip(*rows, strict=True)) if keep_rows else None
-        return self._norm(params, x_BTD), cache
+        return self._norm(params, constrain(x_BTD, "BTD")), cache
+
+    def _layer(self, columns: int) -> Layer:
+        return Layer(self.config, self.backends, self._stream(columns))
+
+    def _stream(self, columns: int) -> str:
+        return "BtD" if self.share_columns and columns > 1 else "BTD"
 
     def _turn(self, position_BT: Array) -> Turn:
         c = self.config
         return make_turn(jnp.maximum(position_BT, 0), c.head_size, c.rope_theta)
 
     def _embed(self, params: Any, token_BT: Array) -> Array:
-        weight_VD = params["embed_tokens"]["weight"]
-        return constrain(weight_VD[token_BT].astype(self.dtype), "BTD")
+        # cast, then gathered whole rows: a table split over the devices that share rows would be
+        # read by adding up hidden states of all rows
+        weight_VD = jax.lax.optimization_barrier(
+            params["embed_tokens"]["weight"].astype(self.dtype)
+        )
+        weight_VD = constrain(weight_VD, "VD")
+        x_BTD = weight_VD[token_BT]
+        return constrain(x_BTD, self._stream(token_BT.shape[1]))
 
     def _norm(self, params: Any, x_BTD: Array) -> Array:
         out_BTD = RMSNorm(self.config.rms_eps).apply({"params": params["norm"]}, x_BTD)
@@ -206,6 +248,12 @@ class Policy:
             return logits
         known_V = jnp.arange(c.vocab) < self.tokens
         return jnp.where(jnp.expand_dims(known_V, tuple(range(logits.ndim - 1))), logits, MASKED)
+
+
+def shares_columns(c: Config, platform: str) -> bool:
+    """Policy.share_columns of a run. Eight devices of one CPU would wait for each other: their
+    independent collectives block its few threads in different orders."""
+    return c.mesh.sequence == "yes" or (c.mesh.sequence == "auto" and platform != "cpu")
 
 
 DTYPES: dict[str, Callable[[], Any]] = {

@@ -21,8 +21,18 @@ def make_schedule(optim: Config, updates_a_step: int) -> optax.Schedule:
 
 
 def make_optimizer(optim: Config, schedule: optax.Schedule) -> optax.GradientTransformation:
-    """AdamW on gradients clipped by their global norm; the moments are float32 as the weights."""
+    """AdamW on gradients clipped by their global norm.
+
+    The second moment is float32: bfloat16's 8 bits would lose what b2 = 0.999 adds a step. The
+    first moves by a tenth, which they hold.
+    """
     return optax.chain(
         optax.clip_by_global_norm(optim.clip_norm),
-        optax.adamw(schedule, b1=optim.b1, b2=optim.b2, weight_decay=optim.weight_decay),
+        optax.adamw(
+            schedule,
+            b1=optim.b1,
+            b2=optim.b2,
+            weight_decay=optim.weight_decay,
+            mu_dtype=optim.first_moment,
+        ),
     )

@@ -18,6 +18,7 @@ from jax.experimental import topologies
 from fgrpo_jax import (
     UserError,
     accelerators,
+    adapters,
     attention,
     roofline,
     sharding,
@@ -30,7 +31,7 @@ from fgrpo_jax.config import Config
 from fgrpo_jax.layers import ModelConfig
 from fgrpo_jax.layout import Layout, settings_of
 from fgrpo_jax.logprobs import batch_logprobs
-from fgrpo_jax.model import Policy
+from fgrpo_jax.model import Policy, shares_columns
 from fgrpo_jax.optimizer import make_optimizer, make_schedule
 from fgrpo_jax.sampling import Sampling
 from fgrpo_jax.slots import make_programs
@@ -141,7 +142,10 @@ def build(c: Config, topology: Topology, mean_response: int, found: list[Any]) -
     dtype = DTYPES[c.model.dtype]
     backends = attention.resolve(c.model.attention, chip.platform, dtype, m.head_size)
     # some rows of the embedding are unknown to the tokenizer, and are masked
-    policy = Policy(m, dtype, c.model.remat == "full", m.vocab - 1, backends)
+    policy = Policy(
+        m, dtype, c.model.remat, m.vocab - 1, backends, shares_columns(c, chip.platform),
+        adapters.make_lora(c),
+    )  # fmt: skip
     schedule = make_schedule(c.optim, validation.updates_a_step(c))
     optimizer = make_optimizer(c.optim, schedule)
     state = update.abstract_state(policy, optimizer, mesh)
@@ -216,7 +220,7 @@ def build(c: Config, topology: Topology, mean_response: int, found: list[Any]) -
         trained=c.rollout.prompts // c.learn.minibatch * minibatch, minibatch=minibatch,
         microbatch=min(minibatch, c.learn.microbatch), epochs=c.learn.epochs,
         columns=c.data.max_prompt, response=c.rollout.max_response, mean_response=mean_response,
-        remat=c.model.remat == "full", logit_chunk=c.learn.logit_chunk,
+        remat=c.model.remat, logit_chunk=c.learn.logit_chunk,
         old=validation.updates_a_step(c) > 1, reference=bool(c.kl.coef),
         slots=X * layout.slots, waiting=X * layout.waiting, cached=layout.cached,
         flash=backends[0] != "xla", ragged=ragged,

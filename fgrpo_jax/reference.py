@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 import math
-import pathlib
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +10,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from fgrpo_jax import distributed, sharding, weights
+from fgrpo_jax import distributed, sharding
 from fgrpo_jax.logprobs import batch_logprobs
 from fgrpo_jax.model import Policy
 from fgrpo_jax.rollouts import learner_batch
@@ -20,25 +19,26 @@ from fgrpo_jax.structs import LearnerBatch, Rollouts
 
 def make_reference(
     policy: Policy,
-    folder: pathlib.Path,
+    params: Any,
     temperature: float,
     chunk: int,
     microbatch: int,
     mesh: Mesh,
+    offload: bool = False,
 ) -> Callable[[Rollouts], Rollouts]:
     """reference(rollouts) -> rollouts with ref_logp_BT.
 
-    Its weights lie as the trained ones, in the compute dtype; it is a Hugging Face folder of the
-    policy's own shape.
-
     Args:
+        params: of a policy of the same shape, in the `train` layout.
         temperature, chunk: as in the update.
         microbatch: rows of all hosts in memory at a time.
+        offload: whether the params wait in the hosts' memory while they are not used; the caller
+            must then not keep them.
     """
-    loaded = weights.load(folder, policy, mesh)
-    cast = lambda params: jax.tree.map(lambda x: x.astype(policy.dtype), params)
-    layout = sharding.state_shardings(mesh, loaded)
-    params = jax.jit(cast, out_shardings=layout, donate_argnums=0)(loaded)
+    layout = sharding.state_shardings(mesh, params)
+    if offload:
+        in_host = jax.tree.map(lambda place: place.with_memory_kind("pinned_host"), layout)
+        params = jax.device_put(params, in_host, donate=True)
     out = sharding.activation(mesh, "ZZBT")
     shards = mesh.shape["replica"] * mesh.shape["fsdp"]
 
@@ -55,7 +55,8 @@ def make_reference(
         batch = learner_batch(rollouts, advantage_PN, 1, microbatches, mesh)
         # a device's rows of a microbatch are adjacent, so are a prompt's
         samples = math.gcd(rows // microbatches // shards, rollouts.reward_PN.shape[1])
-        logp = distributed.to_host(logprobs(params, batch, samples=samples), axis=2)
+        here = jax.device_put(params, layout) if offload else params
+        logp = distributed.to_host(logprobs(here, batch, samples=samples), axis=2)
         logp_BT = logp.reshape(rollouts.mask_BT.shape)
         return dataclasses.replace(rollouts, ref_logp_BT=logp_BT)
 

@@ -56,7 +56,7 @@ class Job:
     columns: int  # C
     response: int  # T, most tokens
     mean_response: int
-    remat: bool
+    remat: str  # as model.remat
     logit_chunk: int
     old: bool  # old log-probabilities are computed
     reference: bool  # those of a reference too

@@ -13,7 +13,7 @@ import jax
 import numpy as np
 from rich.console import Console
 
-from fgrpo_jax import UserError, metrics, prompts, sharding, validation, weights
+from fgrpo_jax import UserError, export, metrics, prompts, sharding, validation, weights
 from fgrpo_jax import tokenizer as tokenizers
 from fgrpo_jax import workdir as workdirs
 from fgrpo_jax.checkpoint import Checkpoints
@@ -155,7 +155,7 @@ def train(c: Config, workdir: pathlib.Path, console: Console) -> None:
             bar.show(step + 1, record)
             if step + 1 == c.sft.steps or (step + 1) % c.checkpoint.every == 0:
                 checkpoints.save(state, step + 1)
-        weights.export(out, state.params, folder)
+        export.export(out, state.params, folder)
 
 
 if __name__ == "__main__":

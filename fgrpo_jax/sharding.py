@@ -26,6 +26,13 @@ PARAMS = (  # path, axes
     (r"self_attn/o_proj/weight", (None, "fsdp", "tp", None)),  # LDQH
     (r"mlp/(gate|up)_proj/weight", (None, "tp", "fsdp")),  # LFD
     (r"mlp/down_proj/weight", (None, "fsdp", "tp")),  # LDF
+    (r"self_attn/[qkv]_proj/lora_A", (None, None, "fsdp")),  # LRD, R the adapter's rank
+    (r"self_attn/[qkv]_proj/lora_B", (None, "tp", None, None)),  # LQHR, LKHR
+    (r"self_attn/o_proj/lora_A", (None, None, "tp", None)),  # LRQH
+    (r"mlp/(gate|up)_proj/lora_A", (None, None, "fsdp")),  # LRD
+    (r"mlp/(gate|up)_proj/lora_B", (None, "tp", None)),  # LFR
+    (r"mlp/down_proj/lora_A", (None, None, "tp")),  # LRF
+    (r"(o|down)_proj/lora_B", (None, "fsdp", None)),  # LDR
     (r"(input|post_attention)_layernorm/weight", (None, None)),  # LD
     (r"norm/weight", (None,)),  # D
 )
@@ -33,6 +40,8 @@ PARAMS = (  # path, axes
 ACTIVATIONS = {
     "BD": (ROWS, None),
     "BTD": (ROWS, None, None),
+    "BtD": (ROWS, "tp", None),  # the residual stream between layers: columns shared too
+    "VD": ("tp", None),  # the embedding while it is read
     "BTF": (ROWS, None, "tp"),
     "BTQH": (ROWS, None, "tp", None),
     "BQH": (ROWS, "tp", None),

@@ -13,10 +13,12 @@ from rich.console import Console
 
 from fgrpo_jax import (
     UserError,
+    adapters,
     attention,
     cautions,
     config,
     distributed,
+    export,
     layout,
     metrics,
     prompts,
@@ -34,7 +36,7 @@ from fgrpo_jax.config import Config
 from fgrpo_jax.estimators import make_advantage, shape_rewards
 from fgrpo_jax.evaluate import make_evaluate
 from fgrpo_jax.layout import SamplerSettings
-from fgrpo_jax.model import DTYPES, Policy
+from fgrpo_jax.model import DTYPES, Policy, shares_columns
 from fgrpo_jax.optimizer import make_optimizer, make_schedule
 from fgrpo_jax.reference import make_reference
 from fgrpo_jax.rollouts import learner_batch, make_collect
@@ -59,6 +61,7 @@ class Parts:
     update: Callable[[TrainState, LearnerBatch], tuple[TrainState, dict[str, jax.Array]]]
     evaluate: Callable[..., dict[str, Any]]
     checkpoints: Checkpoints
+    export: Callable[[pathlib.Path, Any], None]
 
 
 def train(c: Config, workdir: pathlib.Path, console: Console) -> dict[str, Any]:
@@ -121,8 +124,7 @@ def train(c: Config, workdir: pathlib.Path, console: Console) -> dict[str, Any]:
                 parts.checkpoints.save(state, step + 1)
         evaluate_once(c.steps)
 
-    policy_folder = weights.resolve(c.model.path)
-    weights.export(workdir / "policy", state.params, policy_folder)
+    parts.export(workdir / "policy", state.params)
     summary = {
         "before": evals.records[0],
         "after": evals.records[-1],
@@ -158,7 +160,10 @@ def build(
     dtype, platform = DTYPES[c.model.dtype](), jax.default_backend()
     named = "xla" if c.learn.pack else c.model.attention  # which alone knows packed rows
     backends = attention.resolve(named, platform, dtype, shape.head_size)
-    policy = Policy(shape, dtype, c.model.remat == "full", tokenizer.size, backends)
+    policy = Policy(
+        shape, dtype, c.model.remat, tokenizer.size, backends, shares_columns(c, platform),
+        adapters.make_lora(c),
+    )  # fmt: skip
     weights.check(folder, policy)
     reference_folder = folder
     if c.kl.reference:
@@ -233,20 +238,34 @@ def build(
     for warning in cautions.warnings(c, config.default()):
         console.print(f"warning: {warning}")
     state = checkpoints.restore(abstract)
+    adapter_key = jax.random.split(jax.random.key(c.seed, impl="threefry2x32"), 3)[2]
+    base = weights.load(folder, policy, mesh, policy.dtype) if policy.lora else None
     if state is None:
-        state = init_state(weights.load(folder, policy, mesh), optimizer, abstract)
+        fresh = weights.load(folder, policy, mesh) if base is None else policy.trained(adapter_key)
+        state = init_state(fresh, optimizer, abstract)
     if int(state.step) > c.steps:
         raise UserError(f"{workdir} has already done {int(state.step)} steps: raise steps")
     reference: dict[str, Callable[[Rollouts], Rollouts]] = {}  # by where its KL goes
     if c.kl.coef:
+        own = base is None or reference_folder != folder
         reference[c.kl.place] = make_reference(
-            policy, reference_folder, c.rollout.temperature, c.learn.logit_chunk,
-            c.learn.microbatch, mesh,
+            dataclasses.replace(policy, lora=None),
+            weights.load(reference_folder, policy, mesh, policy.dtype) if own else base,
+            c.rollout.temperature, c.learn.logit_chunk, c.learn.microbatch, mesh, c.kl.offload,
         )  # fmt: skip
     as_is = lambda rollouts: rollouts
+    decode_params = weights.make_decode_params(policy, mesh, weights.unrolls(c, platform))
+    update = make_update(policy, optimizer, schedule, settings_of(c, shards), abstract)
+
+    def export_policy(out: pathlib.Path, params: Any) -> None:
+        if policy.lora and c.lora.export == "adapter":
+            return export.export_adapters(out, params, policy.lora, c.model.path, folder)
+        whole = jax.jit(policy.merged)(params, base) if policy.lora else params
+        export.export(out, whole, folder)
+
     workdirs.claim(c, workdir)
     return Parts(
-        decode_params=weights.make_decode_params(policy, mesh, weights.unrolls(c, platform)),
+        decode_params=lambda params: decode_params(params, base),
         draw=make_draw(
             collect,
             lambda position: prompts.batch_at(train_set, position, size, c.seed, share),
@@ -268,7 +287,8 @@ def build(
             with_lengths=c.algo.aggregator == "lambda_grpo",
             pack=c.learn.pack,
         ),
-        update=make_update(policy, optimizer, schedule, settings_of(c, shards), abstract),
+        update=lambda state, batch: update(state, batch, base),
         evaluate=evaluate,
         checkpoints=checkpoints,
+        export=export_policy,
     ), state

@@ -48,7 +48,7 @@ def abstract_state(
     policy: Policy, optimizer: optax.GradientTransformation, mesh: Mesh
 ) -> TrainState:
     """Shapes and shardings of the state: optimizer state lies as its weights."""
-    params = jax.eval_shape(policy.init, jax.random.key(0))
+    params = jax.eval_shape(policy.trained, jax.random.key(0))
     shapes = jax.eval_shape(functools.partial(_fresh, optimizer), params)
     layout = sharding.state_shardings(mesh, shapes)
     return jax.tree.map(
@@ -75,18 +75,20 @@ def make_update(
     schedule: optax.Schedule,
     settings: UpdateSettings,
     abstract: TrainState,
-) -> Callable[[TrainState, LearnerBatch], tuple[TrainState, Metrics]]:
-    """The jitted update(state, batch) -> state, metrics; the state is donated.
+) -> Callable[..., tuple[TrainState, Metrics]]:
+    """The jitted update(state, batch, base=None) -> state, metrics; the state is donated.
 
     Each minibatch is one optimizer update. Its loss is the aggregator's sum over all its rows
     divided once by the aggregator's count, whatever microbatches and devices it is spread over.
+    base: the weights that stay as they are, where adapters are trained.
     Old log-probabilities are those of the parameters before the first minibatch.
     """
     s, objective = settings, settings.objective
 
-    def loss_sum(params, exponent, micro: tuple[LearnerBatch, Array | None], count):
+    def loss_sum(params, exponent, micro: tuple[LearnerBatch, Array | None], count, base):
         """This microbatch's share of the minibatch's loss, and sums over its tokens."""
         rows, old_logp_BT = micro
+        params = policy.weights(params, base)
         logp_BT, entropy_BT = rows_logprobs(
             policy, params, rows, s.temperature, s.logit_chunk,
             bool(objective.entropy_coef), s.samples,
@@ -100,7 +102,7 @@ def make_update(
             sums |= {"drift_mean": drift_BT.sum()}
         return total / count, (total, sums, drift_BT.max())
 
-    def minibatch(state: TrainState, xs) -> tuple[TrainState, Metrics]:
+    def minibatch(base: Any, state: TrainState, xs) -> tuple[TrainState, Metrics]:
         batch, old_logp = xs
         mask_BT = batch.mask_BT.reshape(-1, batch.mask_BT.shape[-1])
         if batch.length_B is not None:  # a row for each response
@@ -116,13 +118,13 @@ def make_update(
             grads, (total, sums, drift) = carry
             more, (more_total, more_sums, more_drift) = jax.grad(
                 loss_sum, argnums=(0, 1), has_aux=True
-            )(state.params, state.exponent, of_micro(i), count)
+            )(state.params, state.exponent, of_micro(i), count, base)
             grads = sharding.constrain_state(jax.tree.map(jnp.add, grads, more))
             sums = jax.tree.map(jnp.add, sums, more_sums)
             return grads, (total + more_total, sums, jnp.maximum(drift, more_drift))
 
         report = jax.eval_shape(
-            lambda: loss_sum(state.params, state.exponent, of_micro(0), count)[1]
+            lambda: loss_sum(state.params, state.exponent, of_micro(0), count, base)[1]
         )
         zero = jax.tree.map(
             lambda x: jnp.zeros(x.shape, x.dtype), ((state.params, state.exponent), report)
@@ -152,15 +154,19 @@ def make_update(
     layout = jax.tree.map(lambda x: x.sharding, abstract)
 
     @functools.partial(jax.jit, donate_argnums=0, out_shardings=(layout, None))
-    def update(state: TrainState, batch: LearnerBatch) -> tuple[TrainState, Metrics]:
+    def update(
+        state: TrainState, batch: LearnerBatch, base: Any = None
+    ) -> tuple[TrainState, Metrics]:
         with jax.named_scope("update"):
             old_logp = None
             if batch.mask_BT.shape[0] * s.epochs > 1:
                 old_logp = batch_logprobs(
-                    policy, state.params, batch, s.temperature, s.logit_chunk, s.samples
-                )
+                    policy, policy.weights(state.params, base), batch, s.temperature,
+                    s.logit_chunk, s.samples,
+                )  # fmt: skip
             # With one optimizer update a step the policy is still the one that sampled.
-            epoch = lambda state, _: jax.lax.scan(minibatch, state, (batch, old_logp))
+            learn = functools.partial(minibatch, base)
+            epoch = lambda state, _: jax.lax.scan(learn, state, (batch, old_logp))
             state, metrics = jax.lax.scan(epoch, state, length=s.epochs)
             worst = {"drift_max"}
             metrics = {name: x.max() if name in worst else x.mean() for name, x in metrics.items()}

@@ -41,7 +41,9 @@ ADVANTAGES = (
 CHOICES = {
     "model.dtype": "auto float32 bfloat16".split(),
     "model.attention": "auto xla splash cudnn".split(),
-    "model.remat": "none full".split(),
+    "model.remat": "none dots attention full".split(),
+    "lora.export": "merged adapter".split(),
+    "mesh.sequence": "auto yes no".split(),
     "algo.name": list(ALGORITHMS),
     "algo.aggregator": AGGREGATORS,
     "algo.advantage": ADVANTAGES,
@@ -52,9 +54,11 @@ CHOICES = {
     "importance.kind": "none truncate mask".split(),
     "importance.level": "token sequence".split(),
     "rollout.unroll": "auto yes no".split(),
+    "optim.first_moment": "float32 bfloat16".split(),
 }
+TARGETS = "q_proj k_proj v_proj o_proj gate_proj up_proj down_proj".split()  # of adapters
 POSITIVE = (
-    "steps rollout.prompts rollout.max_response rollout.chunk rollout.temperature "
+    "steps lora.alpha rollout.prompts rollout.max_response rollout.chunk rollout.temperature "
     "rollout.attempts rollout.cache_gib rollout.prefill rollout.max_drift rollout.top_p "
     "learn.minibatch learn.microbatch learn.epochs learn.logit_chunk algo.pass_k algo.tau_right "
     "algo.tau_wrong data.max_prompt score.workers score.timeout checkpoint.every checkpoint.keep "
@@ -62,7 +66,7 @@ POSITIVE = (
     "sft.steps sft.rows importance.high"
 ).split()
 NOT_NEGATIVE = (
-    "seed algo.focal_gamma algo.clip_low algo.clip_high algo.dual_clip algo.std_eps "
+    "seed lora.rank algo.focal_gamma algo.clip_low algo.clip_high algo.dual_clip algo.std_eps "
     "algo.smooth_right algo.smooth_wrong algo.lambda_ratio algo.lambda_lr algo.entropy_coef "
     "kl.coef importance.low score.overlong_buffer score.overlong_factor score.unlikeliness "
     "learn.pack rollout.subset rollout.slots rollout.waiting rollout.top_k rollout.min_p "
@@ -113,12 +117,25 @@ def validate(c: Config) -> Config:
     for key in AT_MOST_1:
         need(flat[key] <= 1, f"{key} is {flat[key]}: it must be at most 1")
     need(c.mesh.fsdp > 0 or c.mesh.fsdp == -1, "mesh.fsdp must be above 0, or -1 for all devices")
+    _check_adapters(c)
     _check_data(c)
     _check_clips(c, published)
     _check_groups(c)
     _check_penalties(c)
     _check_batches(c)
     return c
+
+
+def _check_adapters(c: Config) -> None:
+    for target in c.lora.targets:
+        need(
+            target in TARGETS,
+            f"lora.targets names {target!r}: a layer has {', '.join(TARGETS)}",
+        )
+    need(
+        len(set(c.lora.targets)) == len(c.lora.targets) > 0,
+        "lora.targets must name at least one of a layer's matrices, each once",
+    )
 
 
 def _check_data(c: Config) -> None:
@@ -198,6 +215,15 @@ def _check_penalties(c: Config) -> None:
         c.kl.coef > 0 or not c.kl.reference,
         f"kl.reference is {c.kl.reference!r} and kl.coef is 0: the reference would not be used; "
         "set kl.coef or leave it empty",
+    )
+    need(
+        c.kl.coef > 0 or not c.kl.offload,
+        "kl.offload is set and kl.coef is 0: there is no reference; set kl.coef or leave it out",
+    )
+    need(
+        not (c.kl.offload and c.lora.rank) or bool(c.kl.reference),
+        "kl.offload is set, and the reference is the model that the adapters are beside, which "
+        "training needs too: leave it out",
     )
     need(
         c.kl.place == "loss" or not c.kl.estimator.endswith("+"),

@@ -1,7 +1,7 @@
-"""Hugging Face safetensors <-> sharded params, both ways, streamed.
+"""Hugging Face safetensors -> sharded params, streamed; and the layout that decodes.
 
-Reading takes one device shard at a time: slices of the file by pread, cast to float32, put on
-their device. A host reads only the rows that its own shards lie in (whole, where columns are
+Reading takes one device shard at a time: slices of the file by pread, cast, put on their
+device. A host reads only the rows that its own shards lie in (whole, where columns are
 shared too), and its memory above the model stays under two shards.
 """
 
@@ -10,7 +10,6 @@ import json
 import math
 import os
 import pathlib
-import shutil
 import struct
 from collections.abc import Callable
 from typing import Any
@@ -20,13 +19,12 @@ import ml_dtypes
 import numpy as np
 from jax.sharding import Mesh
 
-from fgrpo_jax import UserError, distributed, sharding
+from fgrpo_jax import UserError, sharding
 from fgrpo_jax.model import ModelConfig, Policy
 from fgrpo_jax.tokenizer import read_json
 from fgrpo_jax.validation import Config
 
 READ = 8 << 20  # bytes of whole rows read at a time
-FILE = 4 << 30  # most bytes of a written file
 DTYPES = {
     "F32": np.dtype(np.float32),
     "F16": np.dtype(np.float16),
@@ -114,7 +112,7 @@ def _read_header(path: pathlib.Path) -> dict[str, Tensor]:
     return tensors
 
 
-def _hf_names(name: str, layers: int) -> list[str]:
+def hf_names(name: str, layers: int) -> list[str]:
     """Hugging Face's names of a leaf, one a layer where it is stacked."""
     dotted = name.replace("/", ".")
     if name.startswith("layers/"):
@@ -123,7 +121,7 @@ def _hf_names(name: str, layers: int) -> list[str]:
     return [dotted if name.startswith("lm_head") else f"model.{dotted}"]
 
 
-def _hf_shape(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+def hf_shape(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
     """Hugging Face's shape of one layer of a leaf: heads and head size are one axis there."""
     shape = shape[1:] if name.startswith("layers/") else shape
     if "o_proj" in name:
@@ -140,8 +138,8 @@ def check(folder: pathlib.Path, policy: Policy) -> dict[str, Tensor]:
     expected = {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(_shapes(policy)):
         name = sharding.path_name(path)
-        names = _hf_names(name, policy.config.layers)
-        expected |= dict.fromkeys(names, _hf_shape(name, leaf.shape))
+        names = hf_names(name, policy.config.layers)
+        expected |= dict.fromkeys(names, hf_shape(name, leaf.shape))
     for name, shape in expected.items():
         if name not in tensors:
             raise UserError(f"checkpoint {folder} lacks tensor {name}, which its config.json needs")
@@ -161,14 +159,14 @@ def _shapes(policy: Policy) -> Any:
     return jax.eval_shape(policy.init, jax.random.key(0))
 
 
-def load(folder: pathlib.Path, policy: Policy, mesh: Mesh) -> Any:
-    """The folder's params in float32, in the `train` layout of the mesh. Raises as `check`."""
+def load(folder: pathlib.Path, policy: Policy, mesh: Mesh, dtype: Any = np.float32) -> Any:
+    """The folder's params, cast, in the `train` layout of the mesh. Raises as `check`."""
     tensors = check(folder, policy)
     shapes = _shapes(policy)
 
     def leaf(path: tuple[Any, ...], shape: jax.ShapeDtypeStruct, target) -> jax.Array:
         name = sharding.path_name(path)
-        sources = [tensors[hf_name] for hf_name in _hf_names(name, policy.config.layers)]
+        sources = [tensors[hf_name] for hf_name in hf_names(name, policy.config.layers)]
         stacked = name.startswith("layers/")
         places: dict[tuple, list[Any]] = {}
         for device, index in target.addressable_devices_indices_map(shape.shape).items():
@@ -176,7 +174,7 @@ def load(folder: pathlib.Path, policy: Policy, mesh: Mesh) -> Any:
             places.setdefault(bounds, []).append(device)
         arrays = []
         for bounds, devices in places.items():
-            shard = np.empty([end - begin for begin, end in bounds], np.float32)
+            shard = np.empty([end - begin for begin, end in bounds], dtype)
             if stacked:
                 for i, layer in enumerate(range(*bounds[0])):
                     _read_slice(sources[layer], shape.shape[1:], bounds[1:], shard[i])
@@ -212,81 +210,25 @@ def unrolls(c: Config, platform: str) -> bool:
     return c.rollout.unroll == "yes" or (c.rollout.unroll == "auto" and platform != "tpu")
 
 
-def make_decode_params(policy: Policy, mesh: Mesh, unroll: bool = False) -> Callable[[Any], Any]:
-    """The jitted decode_params(params): a copy in the `decode` layout and the compute dtype, so
-    that no weight is gathered or cast inside the decode loop.
+def make_decode_params(policy: Policy, mesh: Mesh, unroll: bool = False) -> Callable[..., Any]:
+    """The jitted decode_params(params, base=None): a copy in the `decode` layout and the compute
+    dtype, adapters merged, so that no weight is gathered or cast inside the decode loop.
 
     unroll: whether each layer is a block of its own, so that none is cut out of a stack there
     either; the program grows with the layers.
     """
 
-    def decode_params(params: Any) -> Any:
-        params = jax.tree.map(lambda x: x.astype(policy.dtype), params)
+    def decode_params(params: Any, base: Any = None) -> Any:
+        merged = policy.merged(params, base)
+        params = jax.tree.map(lambda x: x.astype(policy.dtype), merged)
         if not unroll:
             return params
         block = lambda i: jax.tree.map(lambda x: x[i : i + 1], params["layers"])
         return params | {"layers": tuple(map(block, range(policy.config.layers)))}
 
-    shapes = jax.eval_shape(decode_params, _shapes(policy))
+    key = jax.random.key(0)
+    shapes = jax.eval_shape(
+        lambda key: decode_params(policy.trained(key), policy.init(key) if policy.lora else None),
+        key,
+    )
     return jax.jit(decode_params, out_shardings=sharding.state_shardings(mesh, shapes, "decode"))
-
-
-def export(folder: pathlib.Path, params: Any, like: pathlib.Path) -> None:
-    """Writes a Hugging Face folder of float32 weights that transformers and `load` read, with
-    the config.json and the tokenizer of the folder `like`.
-
-    The folder appears whole or not at all. Every host must call it; the main one writes.
-    """
-    from safetensors.numpy import save_file
-
-    leaves = {
-        sharding.path_name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(params)
-    }
-    plan: list[list[tuple[str, str, int | None]]] = [[]]  # file -> (HF name, leaf, layer)
-    size = 0
-    for name, leaf in leaves.items():
-        layers = leaf.shape[0] if name.startswith("layers/") else 1
-        for i, hf_name in enumerate(_hf_names(name, layers)):
-            if size and size + leaf.nbytes // layers > FILE:
-                plan.append([])
-                size = 0
-            plan[-1].append((hf_name, name, i if name.startswith("layers/") else None))
-            size += leaf.nbytes // layers
-    partial = folder.with_name(folder.name + ".partial")
-    if distributed.is_main():
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
-    weight_map = {}
-    for i, entries in enumerate(plan):
-        file = (
-            "model.safetensors"
-            if len(plan) == 1
-            else f"model-{i + 1:05d}-of-{len(plan):05d}.safetensors"
-        )
-        tensors = {}
-        for hf_name, name, layer in entries:
-            leaf = leaves[name]
-            value = distributed.whole(leaf if layer is None else leaf[layer])
-            tensors[hf_name] = value.reshape(_hf_shape(name, leaf.shape))
-            weight_map[hf_name] = file
-        if distributed.is_main():
-            save_file(tensors, partial / file, metadata={"format": "pt"})
-    if not distributed.is_main():
-        return
-    if len(plan) > 1:
-        total = sum(leaf.nbytes for leaf in leaves.values())
-        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-        (partial / "model.safetensors.index.json").write_text(json.dumps(index, indent=1))
-    config_json = {**read_json(like / "config.json"), "dtype": "float32", "torch_dtype": "float32"}
-    (partial / "config.json").write_text(json.dumps(config_json, indent=1) + "\n")
-    for pattern in ("*token*", "generation_config.json", "chat_template*", "vocab*", "merges*"):
-        for source in like.glob(pattern):
-            shutil.copyfile(source, partial / source.name)
-    if folder.exists():
-        old = folder.with_name(folder.name + ".old")
-        shutil.rmtree(old, ignore_errors=True)
-        folder.rename(old)
-        partial.rename(folder)
-        shutil.rmtree(old)
-    else:
-        partial.rename(folder)

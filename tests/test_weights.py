@@ -10,7 +10,7 @@ import pytest
 import qwen2_folder
 from safetensors.numpy import load_file, save_file
 
-from fgrpo_jax import UserError, sharding, weights
+from fgrpo_jax import UserError, export, sharding, weights
 from fgrpo_jax.model import Policy
 
 
@@ -28,7 +28,7 @@ def test_import_of_export_is_the_same_bit_for_bit(variant, tmp_path):
     config = qwen2_folder.hf_config(**qwen2_folder.VARIANTS[variant])
     start = qwen2_folder.write(tmp_path / "start", config)
     params = load(start)
-    weights.export(tmp_path / "out", params, start)
+    export.export(tmp_path / "out", params, start)
     equal(load(tmp_path / "out"), params)
     theirs, ours = (
         load_file(start / "model.safetensors"),
@@ -48,10 +48,10 @@ def test_every_mesh_and_number_of_files_reads_the_same(tmp_path):
 
 
 def test_export_in_several_files(tmp_path, monkeypatch):
-    monkeypatch.setattr(weights, "FILE", 20_000)
+    monkeypatch.setattr(export, "FILE", 20_000)
     start = qwen2_folder.write(tmp_path / "start", qwen2_folder.hf_config())
     params = load(start)
-    weights.export(tmp_path / "out", params, start)
+    export.export(tmp_path / "out", params, start)
     assert len(list((tmp_path / "out").glob("model-*.safetensors"))) > 3
     equal(load(tmp_path / "out"), params)
 
@@ -73,7 +73,7 @@ def test_transformers_reads_what_is_exported(tmp_path):
     pytest.importorskip("torch")
     config = qwen2_folder.hf_config(tie_word_embeddings=False)
     start = qwen2_folder.write(tmp_path / "start", config)
-    weights.export(tmp_path / "out", load(start), start)
+    export.export(tmp_path / "out", load(start), start)
     ids, first = qwen2_folder.tokens()
     theirs = [qwen2_folder.torch_logits(tmp_path / name, ids, first) for name in ("start", "out")]
     np.testing.assert_array_equal(*theirs)
