@@ -69,6 +69,39 @@ def _fresh(optimizer: optax.GradientTransformation, params: Any) -> TrainState:
     return TrainState(params, optimizer.init(params), zero, zero, jnp.float32(0))
 
 
+def make_logprobs(
+    policy: Policy, settings: UpdateSettings, mesh: Mesh
+) -> Callable[[Any, LearnerBatch], Array]:
+    """The jitted logprobs(params, batch) -> those of its response tokens, in its mask's shape."""
+    s = settings
+
+    @functools.partial(jax.jit, out_shardings=sharding.activation(mesh, "ZZBT"))
+    def logprobs(params: Any, batch: LearnerBatch) -> Array:
+        return batch_logprobs(policy, params, batch, s.temperature, s.logit_chunk, s.samples)
+
+    return logprobs
+
+
+def make_old_logprobs(
+    policy: Policy, settings: UpdateSettings, mesh: Mesh
+) -> Callable[[Any, LearnerBatch], LearnerBatch]:
+    """old_logprobs(params, batch) -> batch with old_logp_BT, where the step has several optimizer
+    updates. With one the policy is still the one that sampled, and the batch stays as it is."""
+    logprobs = make_logprobs(policy, settings, mesh)
+
+    def old_logprobs(params: Any, batch: LearnerBatch) -> LearnerBatch:
+        if _updates(batch, settings) == 1:
+            return batch
+        return dataclasses.replace(batch, old_logp_BT=logprobs(params, batch))
+
+    return old_logprobs
+
+
+def _updates(batch: LearnerBatch, settings: UpdateSettings) -> int:
+    """Of the optimizer, in a step."""
+    return batch.mask_BT.shape[0] * settings.epochs
+
+
 def make_update(
     policy: Policy,
     optimizer: optax.GradientTransformation,
@@ -80,19 +113,19 @@ def make_update(
 
     Each minibatch is one optimizer update. Its loss is the aggregator's sum over all its rows
     divided once by the aggregator's count, whatever microbatches and devices it is spread over.
-    Old log-probabilities are those of the parameters before the first minibatch.
+    A batch of several updates carries old_logp_BT, of the parameters before the first.
     """
     s, objective = settings, settings.objective
 
-    def loss_sum(params, exponent, micro: tuple[LearnerBatch, Array | None], count):
+    def loss_sum(params, exponent, rows: LearnerBatch, count):
         """This microbatch's share of the minibatch's loss, and sums over its tokens."""
-        rows, old_logp_BT = micro
         logp_BT, entropy_BT = rows_logprobs(
             policy, params, rows, s.temperature, s.logit_chunk,
             bool(objective.entropy_coef), s.samples,
         )  # fmt: skip
-        old_logp_BT = jax.lax.stop_gradient(logp_BT) if old_logp_BT is None else old_logp_BT
-        rows, (logp_BT, entropy_BT, old_logp_BT) = unpack(rows, logp_BT, entropy_BT, old_logp_BT)
+        rows, (logp_BT, entropy_BT) = unpack(rows, logp_BT, entropy_BT)
+        moved = rows.old_logp_BT is not None
+        old_logp_BT = rows.old_logp_BT if moved else jax.lax.stop_gradient(logp_BT)
         with jax.named_scope("loss"):
             loss_BT, sums = token_loss(objective, logp_BT, entropy_BT, old_logp_BT, rows, exponent)
             total, _ = aggregate(objective, loss_BT, rows.mask_BT)
@@ -100,8 +133,7 @@ def make_update(
             sums |= {"drift_mean": drift_BT.sum()}
         return total / count, (total, sums, drift_BT.max())
 
-    def minibatch(state: TrainState, xs) -> tuple[TrainState, Metrics]:
-        batch, old_logp = xs
+    def minibatch(state: TrainState, batch: LearnerBatch) -> tuple[TrainState, Metrics]:
         mask_BT = batch.mask_BT.reshape(-1, batch.mask_BT.shape[-1])
         if batch.length_B is not None:  # a row for each response
             mask_BT = jnp.arange(mask_BT.shape[1])[None] < batch.length_B.reshape(-1)[:, None]
@@ -110,7 +142,7 @@ def make_update(
         count = jnp.maximum(count, 1)
 
         micros = dataclasses.replace(batch, used_Z=None)
-        of_micro = lambda i: jax.tree.map(lambda x: x[i], (micros, old_logp))
+        of_micro = lambda i: jax.tree.map(lambda x: x[i], micros)
 
         def microbatch(i, carry):
             grads, (total, sums, drift) = carry
@@ -153,14 +185,10 @@ def make_update(
 
     @functools.partial(jax.jit, donate_argnums=0, out_shardings=(layout, None))
     def update(state: TrainState, batch: LearnerBatch) -> tuple[TrainState, Metrics]:
+        if _updates(batch, s) > 1 and batch.old_logp_BT is None:
+            raise ValueError("several optimizer updates need old_logp_BT: call old_logprobs first")
         with jax.named_scope("update"):
-            old_logp = None
-            if batch.mask_BT.shape[0] * s.epochs > 1:
-                old_logp = batch_logprobs(
-                    policy, state.params, batch, s.temperature, s.logit_chunk, s.samples
-                )
-            # With one optimizer update a step the policy is still the one that sampled.
-            epoch = lambda state, _: jax.lax.scan(minibatch, state, (batch, old_logp))
+            epoch = lambda state, _: jax.lax.scan(minibatch, state, batch)
             state, metrics = jax.lax.scan(epoch, state, length=s.epochs)
             worst = {"drift_max"}
             metrics = {name: x.max() if name in worst else x.mean() for name, x in metrics.items()}
