@@ -10,25 +10,17 @@ import numpy as np
 
 from fgrpo_jax import config, sharding, weights
 from fgrpo_jax.bench_sampler import SHAPES, STOP, Shape, check, make_policy, prompts_of
-from fgrpo_jax.layers import ModelConfig
 from fgrpo_jax.layout import SamplerSettings
 from fgrpo_jax.model import Policy
 from fgrpo_jax.objective import make_objective
 from fgrpo_jax.optimizer import make_optimizer, make_schedule
 from fgrpo_jax.rollouts import learner_batch
+from fgrpo_jax.roofline import Work, update_flop
 from fgrpo_jax.sampler import gather, make_sampler
 from fgrpo_jax.sampling import Sampling
 from fgrpo_jax.structs import Rollouts
 from fgrpo_jax.timing import ceilings, peak_rss, timed
 from fgrpo_jax.update import UpdateSettings, abstract_state, init_state, make_update
-
-
-def update_flop(c: ModelConfig, prompts: int, tokens: float, columns: float) -> float:
-    """Of forward and backward by formula, without recomputation: matmuls of so many prompt and
-    response tokens, logits of the latter, and attention to `columns` on average."""
-    matmuls = (prompts + tokens) * c.layers * c.layer_matrices + tokens * c.vocab * c.width
-    attention = 2 * c.layers * c.heads * c.head_size * (prompts + tokens) * columns
-    return 6.0 * (matmuls + attention)
 
 
 def run(shape: str, repeats: int, pack: int, share: bool, **changes: Any) -> None:
@@ -92,9 +84,9 @@ def measure(x: Shape, repeats: int, pack: int, share: bool) -> dict[str, Any]:
         )
     limits = ceilings(dtype=policy.dtype)
     tokens = int(rollouts.mask_BT.sum())
-    columns = x.prompt + tokens / rows / 2
-    computed = x.prompts * x.prompt if shared > 1 else rows * x.prompt
-    gflop = update_flop(policy.config, computed, float(tokens), columns) / 1e9
+    length_RM = rollouts.mask_BT.sum(axis=1).reshape(-1, shared)
+    work = Work.of(np.full(len(length_RM), x.prompt), length_RM)
+    gflop = update_flop(policy.config, work) / 1e9
     (update_cpu, update_wall), (step_cpu, step_wall) = times["update"], times["step"]
     return {
         "shape": dataclasses.asdict(x),

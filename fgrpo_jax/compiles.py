@@ -90,6 +90,7 @@ def peaks(parts: dict[str, int], programs: dict[str, dict[str, Any]]) -> dict[st
         "move_back": state + parts["reference"] + parts["cache"] - parts["slots"]
         + parts["decode weights"],
         "reference": state,
+        "old": parts["optimizer"] + parts["reference"] + parts["batch"],  # of which it reads part
         "update": parts["reference"],
     }  # fmt: skip
     worst = {name: programs[name]["peak"] + beside[name] for name in programs}

@@ -129,5 +129,6 @@ def unpack(rows: LearnerBatch, *arrays: Array) -> tuple[LearnerBatch, tuple[Any,
         sampler_logp_BT=each(rows.sampler_logp_BT),
         drawn_logp_BT=each(rows.drawn_logp_BT),
         ref_logp_BT=each(rows.ref_logp_BT),
+        old_logp_BT=each(rows.old_logp_BT),
     )
     return rows, tuple(map(each, arrays))

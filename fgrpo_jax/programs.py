@@ -158,6 +158,7 @@ def build(c: Config, topology: Topology, mean_response: int, found: list[Any]) -
     decode_params = weights.make_decode_params(policy, mesh, unroll)
     batch = learner_batch(c, mesh)
     settings = update.settings_of(c, axes[0] * axes[1])
+    old_logprobs = update.make_logprobs(policy, settings, mesh)
     learn = update.make_update(policy, optimizer, schedule, settings, state)
     cast = lambda x: jax.ShapeDtypeStruct(x.shape, dtype, sharding=x.sharding)
     reference = jax.tree.map(cast, state.params) if c.kl.coef else None
@@ -193,6 +194,9 @@ def build(c: Config, topology: Topology, mean_response: int, found: list[Any]) -
         "move_back": (sampler.move_back, (table, number), {}),
         "update": (learn, (state, batch), {}),
     }
+    if batch.old_logp_BT:
+        plain = dataclasses.replace(batch, old_logp_BT=None)
+        lower["old"] = (old_logprobs, (state.params, plain), {})
     if reference:
         place = sharding.activation(mesh, "ZZBT")
         logprobs = jax.jit(
@@ -201,7 +205,7 @@ def build(c: Config, topology: Topology, mean_response: int, found: list[Any]) -
             ),
             out_shardings=place,
         )
-        plain = dataclasses.replace(batch, ref_logp_BT=None)
+        plain = dataclasses.replace(batch, ref_logp_BT=None, old_logp_BT=None)
         lower["reference"] = (logprobs, (reference, plain), {})
 
     def lowered(name: str) -> Callable[[], Any]:
@@ -239,7 +243,7 @@ def build(c: Config, topology: Topology, mean_response: int, found: list[Any]) -
 
 
 def learner_batch(c: Config, mesh: Any) -> LearnerBatch:
-    """rollouts.learner_batch's result, as shapes."""
+    """What the update takes, as shapes: rollouts.learner_batch's result, and what fills it up."""
     n, N = validation.minibatch_rows(c), c.rollout.subset or c.algo.group_size
     size = min(n, c.learn.microbatch)
     lead, T = (c.rollout.prompts // c.learn.minibatch, n // size, size), c.rollout.max_response
@@ -257,5 +261,6 @@ def learner_batch(c: Config, mesh: Any) -> LearnerBatch:
         sampler_logp_BT=rows(jnp.float32, T),
         drawn_logp_BT=rows(jnp.float32, T) if sampling.truncated else None,
         ref_logp_BT=rows(jnp.float32, T) if c.kl.coef else None,
+        old_logp_BT=rows(jnp.float32, T) if validation.updates_a_step(c) > 1 else None,
         length_BN=rows(jnp.int32, N) if c.algo.aggregator == "lambda_grpo" else None,
     )

@@ -104,7 +104,7 @@ def memory(j: Job) -> dict[str, Number]:
         "activations": kept + one_layer,
         "logits": 3 * 4 * rows * min(j.logit_chunk, j.response) * m.vocab / tp,
         "gathered": gathered,
-        "batch": j.trained / j.shards * (4 * S + (5 + 4 * j.reference) * j.response + 8),
+        "batch": j.trained / j.shards * (4 * S + (5 + 4 * (j.old + j.reference)) * j.response + 8),
         "decode weights": j.item * decoder,
         "cache": column_bytes(j) * (j.slots * j.cached + j.waiting * j.columns) / j.shards,
         "reference": j.item * count if j.reference else 0.0,
@@ -127,12 +127,41 @@ def update_bytes(j: Job) -> Number:
     return sum(b.values()) - b["decode weights"] - b["cache"]
 
 
+class Work(NamedTuple):
+    """What a forward pass computes: real tokens, whatever padding is computed with them."""
+
+    prompts: Number  # tokens of prompts
+    tokens: Number  # of responses: those that have logits
+    pairs: Number  # (token, token that it attends to), itself among them
+
+    @classmethod
+    def of(cls, prompt_R: Any, response_RM: Any) -> "Work":
+        """Of prompts of so many tokens, and M responses behind each; floats, on host or device."""
+        p, t = prompt_R.astype(float), response_RM.astype(float)
+        within = lambda x: (x * (x + 1) / 2).sum()
+        return cls(p.sum(), t.sum(), within(p) + within(t) + (p[..., None] * t).sum())
+
+
+BACKWARD = 2  # times the forward pass: gradients of the inputs, and of the weights
+
+
+def forward_flop(m: ModelConfig, work: Work) -> Number:
+    """What the model needs, the same on any machine: matrices and head, attention's pairs."""
+    matrices = (work.prompts + work.tokens) * m.layers * m.layer_matrices
+    attention = m.layers * m.heads * m.head_size * work.pairs
+    return 2 * (matrices + work.tokens * m.vocab * m.width) + 4 * attention
+
+
+def update_flop(m: ModelConfig, work: Work) -> Number:
+    """Forward and backward; what is computed again in the backward pass is not counted."""
+    return (1 + BACKWARD) * forward_flop(m, work)
+
+
 def forward_flops(j: Job, columns: int, heads: int) -> Number:
-    """Of one row of so many columns, `heads` of them through the head; whole tiles above the
-    diagonal are skipped by flash attention only."""
-    m, w = j.model, Weights.of(j.model)
-    attention = 4 * m.heads * m.head_size * columns**2 * (0.5 if j.flash else 1.0)
-    return m.layers * (2 * w.layer * columns + attention) + 2 * w.table * heads
+    """Of one row of so many columns, `heads` of them through the head, as it is computed: whole
+    tiles above the diagonal are skipped by flash attention only."""
+    pairs = columns**2 * (0.5 if j.flash else 1.0)
+    return forward_flop(j.model, Work(columns - heads, heads, pairs))
 
 
 class Cost(NamedTuple):
@@ -171,14 +200,15 @@ def phases(j: Job) -> dict[str, Cost]:
     slots = j.prompts * j.samples * j.mean_response / steps / j.shards  # busy ones, on a device
     # prompts count as max_prompt long; half of the response is there on average
     seen = j.columns + j.mean_response / 2 if j.ragged else j.cached
-    attention = 4 * m.layers * m.heads * m.head_size * seen
-    flops = slots * (2 * (m.layers * w.layer + w.table) + attention) / j.tp
+    flops = slots * forward_flop(m, Work(0, 1, seen)) / j.tp
     cache = seen * column_bytes(j) * (slots if j.ragged else j.slots / j.shards)
     decode = _cost(chip, flops, reads + cache, steps, "weights" if reads > cache else "cache")
 
     one = forward_flops(j, S, j.response)
     layers = one - 2 * w.table * j.response
-    passes = 3 * one + (layers if j.remat else 0) + (one - layers)  # logits are made again
+    passes = (
+        (1 + BACKWARD) * one + (layers if j.remat else 0) + (one - layers)
+    )  # logits are made again
     micros = j.trained / j.microbatch
     kept = m.layers * j.microbatch / j.shards * S * m.width * item * 4
     per_micro = (4 if j.remat else 3) * reads + 2 * kept

@@ -90,6 +90,7 @@ class LearnerBatch:
     sampler_logp_BT: Leaf  # float32 [B, T], of the sampler's policy
     drawn_logp_BT: Leaf = None  # float32 [B, T], of what was sampled from; None: the same
     ref_logp_BT: Leaf = None  # float32 [B, T], of the reference policy; None: no KL in the loss
+    old_logp_BT: Leaf = None  # float32 [B, T], before the step; None: the policy has not moved
     length_BN: Leaf = None  # int32 [B, N], trained tokens of the group's rows, its own first
     # Packed rows, R of them, hold several responses: what is by token is then [R, s] or [R, C + s].
     part_Bs: Leaf = None  # int32 [R, s], number of the response at a column, 0: padding

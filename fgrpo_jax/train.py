@@ -45,7 +45,7 @@ from fgrpo_jax.sampling import Sampling
 from fgrpo_jax.selection import Draw, make_draw, most_varied
 from fgrpo_jax.structs import LearnerBatch, Rollouts, TrainState
 from fgrpo_jax.tokenizer import StopStrings
-from fgrpo_jax.update import abstract_state, init_state, make_update, settings_of
+from fgrpo_jax.update import abstract_state, init_state, make_old_logprobs, make_update, settings_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,6 +59,7 @@ class Parts:
     advantage: Callable[[Rollouts], jax.Array]
     split: Callable[[Rollouts, jax.Array], LearnerBatch]
     update: Callable[[TrainState, LearnerBatch], tuple[TrainState, dict[str, jax.Array]]]
+    old_logprobs: Callable[[Any, LearnerBatch], LearnerBatch]
     evaluate: Callable[..., dict[str, Any]]
     checkpoints: Checkpoints
     export: Callable[[pathlib.Path, Any], None]
@@ -106,7 +107,9 @@ def train(c: Config, workdir: pathlib.Path, console: Console) -> dict[str, Any]:
                 rollouts = parts.choose(rollouts)
                 adv_PN = parts.advantage(rollouts)  # GRPO or a relative
                 adv_PN *= weight_P[:, None]  # F-GRPO
-                state, numbers = parts.update(state, parts.split(rollouts, adv_PN))
+                state, numbers = parts.update(
+                    state, parts.old_logprobs(state.params, parts.split(rollouts, adv_PN))
+                )
                 state = dataclasses.replace(
                     state, draws=jax.device_put(np.int32(draws), state.draws.sharding)
                 )
@@ -255,7 +258,9 @@ def build(
         )  # fmt: skip
     as_is = lambda rollouts: rollouts
     decode_params = weights.make_decode_params(policy, mesh, weights.unrolls(c, platform))
-    update = make_update(policy, optimizer, schedule, settings_of(c, shards), abstract)
+    settings = settings_of(c, shards)
+    old_logprobs = make_old_logprobs(policy, settings, mesh)
+    update = make_update(policy, optimizer, schedule, settings, abstract)
 
     def export_policy(out: pathlib.Path, params: Any) -> None:
         if policy.lora and c.lora.export == "adapter":
@@ -288,6 +293,7 @@ def build(
             pack=c.learn.pack,
         ),
         update=lambda state, batch: update(state, batch, base),
+        old_logprobs=lambda params, batch: old_logprobs(params, batch, base),
         evaluate=evaluate,
         checkpoints=checkpoints,
         export=export_policy,

@@ -69,6 +69,39 @@ def _fresh(optimizer: optax.GradientTransformation, params: Any) -> TrainState:
     return TrainState(params, optimizer.init(params), zero, zero, jnp.float32(0))
 
 
+def make_logprobs(policy: Policy, settings: UpdateSettings, mesh: Mesh) -> Callable[..., Array]:
+    """The jitted logprobs(params, batch, base=None) -> those of its response tokens, in its mask's
+    shape."""
+    s = settings
+
+    @functools.partial(jax.jit, out_shardings=sharding.activation(mesh, "ZZBT"))
+    def logprobs(params: Any, batch: LearnerBatch, base: Any = None) -> Array:
+        params = policy.weights(params, base)
+        return batch_logprobs(policy, params, batch, s.temperature, s.logit_chunk, s.samples)
+
+    return logprobs
+
+
+def make_old_logprobs(
+    policy: Policy, settings: UpdateSettings, mesh: Mesh
+) -> Callable[..., LearnerBatch]:
+    """old_logprobs(params, batch, base=None) -> batch with old_logp_BT, where the step has several optimizer
+    updates. With one the policy is still the one that sampled, and the batch stays as it is."""
+    logprobs = make_logprobs(policy, settings, mesh)
+
+    def old_logprobs(params: Any, batch: LearnerBatch, base: Any = None) -> LearnerBatch:
+        if _updates(batch, settings) == 1:
+            return batch
+        return dataclasses.replace(batch, old_logp_BT=logprobs(params, batch, base))
+
+    return old_logprobs
+
+
+def _updates(batch: LearnerBatch, settings: UpdateSettings) -> int:
+    """Of the optimizer, in a step."""
+    return batch.mask_BT.shape[0] * settings.epochs
+
+
 def make_update(
     policy: Policy,
     optimizer: optax.GradientTransformation,
@@ -80,21 +113,21 @@ def make_update(
 
     Each minibatch is one optimizer update. Its loss is the aggregator's sum over all its rows
     divided once by the aggregator's count, whatever microbatches and devices it is spread over.
+    A batch of several updates carries old_logp_BT, of the parameters before the first.
     base: the weights that stay as they are, where adapters are trained.
-    Old log-probabilities are those of the parameters before the first minibatch.
     """
     s, objective = settings, settings.objective
 
-    def loss_sum(params, exponent, micro: tuple[LearnerBatch, Array | None], count, base):
+    def loss_sum(params, exponent, rows: LearnerBatch, count, base):
         """This microbatch's share of the minibatch's loss, and sums over its tokens."""
-        rows, old_logp_BT = micro
         params = policy.weights(params, base)
         logp_BT, entropy_BT = rows_logprobs(
             policy, params, rows, s.temperature, s.logit_chunk,
             bool(objective.entropy_coef), s.samples,
         )  # fmt: skip
-        old_logp_BT = jax.lax.stop_gradient(logp_BT) if old_logp_BT is None else old_logp_BT
-        rows, (logp_BT, entropy_BT, old_logp_BT) = unpack(rows, logp_BT, entropy_BT, old_logp_BT)
+        rows, (logp_BT, entropy_BT) = unpack(rows, logp_BT, entropy_BT)
+        moved = rows.old_logp_BT is not None
+        old_logp_BT = rows.old_logp_BT if moved else jax.lax.stop_gradient(logp_BT)
         with jax.named_scope("loss"):
             loss_BT, sums = token_loss(objective, logp_BT, entropy_BT, old_logp_BT, rows, exponent)
             total, _ = aggregate(objective, loss_BT, rows.mask_BT)
@@ -102,8 +135,7 @@ def make_update(
             sums |= {"drift_mean": drift_BT.sum()}
         return total / count, (total, sums, drift_BT.max())
 
-    def minibatch(base: Any, state: TrainState, xs) -> tuple[TrainState, Metrics]:
-        batch, old_logp = xs
+    def minibatch(base: Any, state: TrainState, batch: LearnerBatch) -> tuple[TrainState, Metrics]:
         mask_BT = batch.mask_BT.reshape(-1, batch.mask_BT.shape[-1])
         if batch.length_B is not None:  # a row for each response
             mask_BT = jnp.arange(mask_BT.shape[1])[None] < batch.length_B.reshape(-1)[:, None]
@@ -112,7 +144,7 @@ def make_update(
         count = jnp.maximum(count, 1)
 
         micros = dataclasses.replace(batch, used_Z=None)
-        of_micro = lambda i: jax.tree.map(lambda x: x[i], (micros, old_logp))
+        of_micro = lambda i: jax.tree.map(lambda x: x[i], micros)
 
         def microbatch(i, carry):
             grads, (total, sums, drift) = carry
@@ -157,16 +189,11 @@ def make_update(
     def update(
         state: TrainState, batch: LearnerBatch, base: Any = None
     ) -> tuple[TrainState, Metrics]:
+        if _updates(batch, s) > 1 and batch.old_logp_BT is None:
+            raise ValueError("several optimizer updates need old_logp_BT: call old_logprobs first")
         with jax.named_scope("update"):
-            old_logp = None
-            if batch.mask_BT.shape[0] * s.epochs > 1:
-                old_logp = batch_logprobs(
-                    policy, policy.weights(state.params, base), batch, s.temperature,
-                    s.logit_chunk, s.samples,
-                )  # fmt: skip
-            # With one optimizer update a step the policy is still the one that sampled.
             learn = functools.partial(minibatch, base)
-            epoch = lambda state, _: jax.lax.scan(learn, state, (batch, old_logp))
+            epoch = lambda state, _: jax.lax.scan(learn, state, batch)
             state, metrics = jax.lax.scan(epoch, state, length=s.epochs)
             worst = {"drift_max"}
             metrics = {name: x.max() if name in worst else x.mean() for name, x in metrics.items()}

@@ -7,7 +7,6 @@ import pytest
 
 from fgrpo_jax import bench, bench_sampler
 from fgrpo_jax.bench_sampler import Mortal, Shape, hazards, step_cost
-from fgrpo_jax.bench_update import update_flop
 from fgrpo_jax.layout import SamplerSettings
 from fgrpo_jax.model import ModelConfig
 from fgrpo_jax.sampler import make_sampler
@@ -87,11 +86,3 @@ def test_the_update_s_json(flags, monkeypatch, capsys):
     assert out["rows_a_prompt"] == (1 if flags == "--no-share" else 2)
     for name in "update_cpu_s step_cpu_s share_of_matmul_ceiling first_update_s".split():
         assert out[name] > 0, name
-
-
-def test_update_flop_by_hand():
-    config = ModelConfig(10, 4, 3, 2, 1, 2, 5, 1e6, 1e-6, True)
-    layer = 2 * 16 + 2 * 8 + 60
-    matmuls = (7 + 11) * 3 * layer + 11 * 40
-    attention = 2 * 3 * 2 * 2 * (7 + 11) * 5
-    assert update_flop(config, 7, 11.0, 5.0) == 6 * (matmuls + attention)

@@ -10,7 +10,13 @@ from fgrpo_jax.objective import Objective
 from fgrpo_jax.packing import first_fit, pack, unpack
 from fgrpo_jax.rollouts import put_batch
 from fgrpo_jax.structs import LearnerBatch
-from fgrpo_jax.update import UpdateSettings, abstract_state, init_state, make_update
+from fgrpo_jax.update import (
+    UpdateSettings,
+    abstract_state,
+    init_state,
+    make_old_logprobs,
+    make_update,
+)
 
 P, M, C, T = 8, 4, 5, 12  # prompts, responses of each
 B = P * M
@@ -60,7 +66,10 @@ def update(policy, params, objective, samples=1, columns=0, micro_rows=8, epochs
             micros = len(batch.part_Bs) // (2 * micro_rows)
             assert micros >= max(batch.used_Z)
         state = init_state(params, optimizer, abstract)
-        state, metrics = step(state, put_batch(batch, 2, micros, mesh))
+        batch = put_batch(batch, 2, micros, mesh)
+        batch = make_old_logprobs(policy, settings, mesh)(state.params, batch)
+        assert batch.old_logp_BT.shape == batch.mask_BT.shape
+        state, metrics = step(state, batch)
         return jax.device_get((state.params, state.exponent, metrics))
 
 

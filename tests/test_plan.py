@@ -54,7 +54,7 @@ def test_a_step_on_eight_devices_and_its_cache(on_cpu, tmp_path):
     asked = spec(tmp_path, "mesh.tp=2", "kl.coef=0.1", "learn.minibatch=16", "learn.microbatch=64")
     *each, whole = compiles.report(asked)
     names = [line["program"] for line in each]
-    assert names == "decode_params prefill decode move_back update reference".split()
+    assert names == "decode_params prefill decode move_back update old reference".split()
     assert whole["mesh"] == {"replica": 1, "fsdp": 4, "tp": 2} and whole["fits"]
     parts, formulas = whole["parts"], whole["formulas"]
     assert parts["parameters"] == pytest.approx(whole["parameters"] * 4 / 8, rel=0.02)
@@ -66,6 +66,10 @@ def test_a_step_on_eight_devices_and_its_cache(on_cpu, tmp_path):
     assert update["arguments"] == pytest.approx(alive, rel=0.01)
     assert whole["peaks"]["update phase"] >= update["peak"] + parts["reference"]
     assert "all-reduce" in update["collectives"]["loops"]
+    old = whole["programs"]["old"]
+    assert parts["parameters"] < old["arguments"] < parts["parameters"] + parts["batch"]
+    beside = parts["optimizer"] + parts["reference"] + parts["batch"]
+    assert whole["peaks"]["old"] == old["peak"] + beside <= whole["peaks"]["update phase"]
     gathers = whole["programs"]["decode"]["collectives"]["loops"].get("all-gather", {})
     assert gathers.get("largest", 0) < parts["decode weights"] / 10  # no weight in the decode loop
 

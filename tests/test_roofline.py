@@ -1,6 +1,7 @@
 import dataclasses
 import json
 
+import numpy as np
 import pytest
 
 from fgrpo_jax import programs, roofline
@@ -78,6 +79,24 @@ def test_flops_by_hand():
     assert "logprobs" not in roofline.phases(job())
     assert roofline.phases(job(old=True))["logprobs"].flops == 4 * forward
     assert roofline.phases(job(old=True, reference=True))["logprobs"].flops == 8 * forward
+
+
+def test_work_by_hand():
+    # a prompt of 3 tokens with responses of 2 and 4; one of 2 with 1 and 0
+    work = roofline.Work.of(np.array([3, 2]), np.array([[2, 4], [1, 0]]))
+    # pairs: prompts 1+2+3 and 1+2; responses 4+5, 4+5+6+7, 3
+    assert work == (5, 7, 6 + 3 + 9 + 22 + 3)
+    large = roofline.Work.of(np.full(2, 1024), np.full((2, 1024), 8192, np.int32))
+    assert large.pairs == 2 * (1024 * 1025 / 2) + 2048 * (1024 * 8192 + 8192 * 8193 / 2)
+
+
+def test_model_flop_by_hand():
+    # TINY: 768 weights a layer and 2 layers, a head of 32 x 8, 4 heads of 4
+    work = roofline.Work(5, 7, 43)
+    forward = 2 * (12 * 2 * 768 + 7 * 256) + 4 * 2 * 4 * 4 * 43
+    assert forward == 45952
+    assert roofline.forward_flop(TINY, work) == forward
+    assert roofline.update_flop(TINY, work) == 3 * forward
 
 
 def test_decode_by_hand():

@@ -9,7 +9,13 @@ from fgrpo_jax.logprobs import response_logprobs
 from fgrpo_jax.objective import Objective
 from fgrpo_jax.rollouts import put_batch
 from fgrpo_jax.structs import LearnerBatch
-from fgrpo_jax.update import UpdateSettings, abstract_state, init_state, make_update
+from fgrpo_jax.update import (
+    UpdateSettings,
+    abstract_state,
+    init_state,
+    make_old_logprobs,
+    make_update,
+)
 
 B, C, T = 16, 4, 6
 SCHEDULE = optax.constant_schedule(1e-3)
@@ -48,8 +54,10 @@ def run(policy, params, batch, minis=1, micros=1, mesh=(1, 1, 1), steps=1, **cha
     mesh = jax.sharding.Mesh(devices, sharding.AXES)
     with jax.set_mesh(mesh):
         state, update = start(policy, params, optimizer, mesh, **changes)
+        old_logprobs = make_old_logprobs(policy, settings(**changes), mesh)
         for _ in range(steps):
-            state, metrics = update(state, put_batch(batch, minis, micros, mesh))
+            placed = put_batch(batch, minis, micros, mesh)
+            state, metrics = update(state, old_logprobs(state.params, placed))
     return jax.device_get((state, metrics))
 
 
@@ -186,6 +194,26 @@ def test_epochs_repeat_the_batch(policy, params):
     counts = optax.tree.get_all_with_path(state.opt_state, "count")
     assert all(count == 3 for _, count in counts) and state.step == 1
     assert metrics["approx_kl"] != 0  # the policy moved away from the one that sampled
+
+
+def test_old_logprobs_are_there_where_the_policy_will_move(policy, params):
+    mesh = sharding.make_mesh(1, 4, 2)
+    with jax.set_mesh(mesh):
+        one, two = (put_batch(rows(), minis, 1, mesh) for minis in (1, 2))
+        old_logprobs = make_old_logprobs(policy, settings(), mesh)
+        assert old_logprobs(params, one) is one
+        filled = old_logprobs(params, two)
+        state, update = start(policy, params, optax.adamw(SCHEDULE), mesh)
+        with pytest.raises(ValueError, match="need old_logp_BT: call old_logprobs first"):
+            update(state, two)
+    batch = rows()
+    tokens, begin = jnp.asarray(batch.tokens_BS), jnp.asarray(batch.start_B)
+    expected, _ = response_logprobs(policy, params, tokens, begin, T, 0.8, 512)
+    assert filled.old_logp_BT.dtype == jnp.float32
+    assert filled.old_logp_BT.sharding == two.sampler_logp_BT.sharding
+    np.testing.assert_allclose(
+        np.asarray(filled.old_logp_BT).reshape(B, T), expected, rtol=2e-5, atol=2e-6
+    )
 
 
 def test_all_masked_rows_give_no_nan(policy, params):
