@@ -32,13 +32,15 @@ def make_reference(
         params: of a policy of the same shape, in the `train` layout.
         temperature, chunk: as in the update.
         microbatch: rows of all hosts in memory at a time.
-        offload: whether the params wait in the hosts' memory while they are not used; the caller
-            must then not keep them.
+        offload: whether the params, which are then taken away from the caller, wait in the hosts'
+            memory while they are not used.
     """
     layout = sharding.state_shardings(mesh, params)
     if offload:
         in_host = jax.tree.map(lambda place: place.with_memory_kind("pinned_host"), layout)
-        params = jax.device_put(params, in_host, donate=True)
+        there = jax.block_until_ready(jax.device_put(params, in_host))
+        jax.tree.map(lambda x: x.delete(), params)
+        params = there
     out = sharding.activation(mesh, "ZZBT")
     shards = mesh.shape["replica"] * mesh.shape["fsdp"]
 

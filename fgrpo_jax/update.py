@@ -85,8 +85,8 @@ def make_logprobs(policy: Policy, settings: UpdateSettings, mesh: Mesh) -> Calla
 def make_old_logprobs(
     policy: Policy, settings: UpdateSettings, mesh: Mesh
 ) -> Callable[..., LearnerBatch]:
-    """old_logprobs(params, batch, base=None) -> batch with old_logp_BT, where the step has several optimizer
-    updates. With one the policy is still the one that sampled, and the batch stays as it is."""
+    """old_logprobs(params, batch, base=None) -> batch with old_logp_BT, where the step has several
+    optimizer updates. With one the policy is still the one that sampled: the batch as it is."""
     logprobs = make_logprobs(policy, settings, mesh)
 
     def old_logprobs(params: Any, batch: LearnerBatch, base: Any = None) -> LearnerBatch:

@@ -13,12 +13,12 @@ PACKAGE = pathlib.Path(fgrpo_jax.__file__).parent
 ROWS = [
     "structs sharding distributed numerics forms answers timing accelerators hlo",
     "validation fields arithmetic ragged packing sampling",
-    "config cautions attention advantages losses kl aggregators shaping pass_at_k tokenizer "
-    "sources",
+    "config cautions adapters attention advantages losses kl aggregators shaping pass_at_k "
+    "tokenizer sources",
     "workdir layers optimizer prompts metrics objective estimators selection judge",
     "model checkpoint rewards rlvr_dataset",
     "weights logprobs layout roofline",
-    "slots",
+    "slots export",
     "sampler update",
     "rollouts evaluate programs",
     "reference report bench_losses bench_sampler compiles",

@@ -1,4 +1,5 @@
 import importlib.util
+import math
 
 import jax
 import jax.numpy as jnp
@@ -8,7 +9,7 @@ import qwen2_folder
 from conftest import DATA, tiny_config
 
 from fgrpo_jax import UserError, sharding, weights
-from fgrpo_jax.model import MASKED, Cache, ModelConfig, Policy
+from fgrpo_jax.model import MASKED, REMAT, Cache, ModelConfig, Policy
 
 GOLDEN = np.load(DATA / "golden_logits.npz")
 TORCH = importlib.util.find_spec("torch") is not None
@@ -117,8 +118,52 @@ def test_gradient_of_remat_is_the_same(params):
     def loss(params, remat):
         return Policy(tiny_config(), remat=remat).hidden(params, ids, jnp.zeros(2, jnp.int32)).sum()
 
-    plain, remat = (jax.grad(loss)(params, remat) for remat in ("none", "full"))
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4), plain, remat)
+    plain, *others = (jax.jit(jax.grad(loss), static_argnums=1)(params, kind) for kind in REMAT)
+    for other in others:
+        jax.tree.map(
+            lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4), plain, other
+        )
+
+
+def test_remat_keeps_what_its_name_says(params):
+    """Numbers kept for the backward pass, of 2 layers, B = 2 rows of 6 columns."""
+    from jax._src.ad_checkpoint import saved_residuals
+
+    ids = jax.random.randint(jax.random.key(3), (2, 6), 0, 48)
+
+    def kept(remat):
+        policy = Policy(tiny_config(), remat=remat)
+        loss = lambda params: policy.hidden(params, ids, jnp.zeros(2, jnp.int32)).sum()
+        found = [x for x, origin in saved_residuals(loss, params) if "argument" not in origin]
+        stacked = [x for x in found if x.ndim > 2 and x.shape[:2] == (2, 2)]  # [L, B, T, ...]
+        return sorted(math.prod(x.shape[3:]) for x in stacked)
+
+    D, F, QH, KH = 32, 64, 32, 16
+    assert kept("full") == [D]  # a layer's input
+    assert kept("attention") == [D, QH]
+    # a layer's input, q, k, v, o_proj's and gate's and up's; down_proj's is in the next one's input
+    assert kept("dots") == sorted([D, QH, KH, KH, D, F, F])
+    assert len(kept("none")) > 8
+
+
+@pytest.mark.parametrize("mesh", [(1, 1, 2), (1, 2, 2)])
+def test_columns_shared_between_layers_change_nothing(params, mesh):
+    """On two and four devices: eight of one CPU would wait for each other."""
+    ids = jax.random.randint(jax.random.key(3), (4, 6), 0, 48)
+    start_B = jnp.array([0, 2, 1, 3])
+
+    def loss(params, policy):
+        shared = policy.response_hidden(params, ids[:2, :3], start_B[:2], ids[:, 3:])
+        return (policy.hidden(params, ids, start_B)[2:, -1] ** 2).sum() + (shared**3).sum()
+
+    gradient = jax.jit(jax.value_and_grad(loss), static_argnums=1)
+    plain = gradient(params, Policy(tiny_config()))
+    devices = np.array(jax.devices()[: int(np.prod(mesh))]).reshape(mesh)
+    with jax.set_mesh(jax.sharding.Mesh(devices, sharding.AXES)):
+        shared = Policy(tiny_config(), share_columns=True)
+        assert shared._stream(6) == "BtD" and shared._stream(1) == "BTD"
+        found = gradient(params, shared)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-4, atol=2e-4), plain, found)
 
 
 def test_rows_that_the_tokenizer_does_not_know_are_masked(params):

@@ -28,6 +28,23 @@ def test_the_decay_is_counted_in_steps():
     assert out == pytest.approx([0.8, 0.8, 0.8, 0.4, 0])
 
 
+def test_a_first_moment_in_bfloat16():
+    """Half its memory; of a constant gradient it is what float32 has, to 8 bits."""
+    c = config.default()
+    c.optim.update({"lr": 0.1, "warmup": 0, "weight_decay": 0.0, "first_moment": "bfloat16"})
+    optimizer = make_optimizer(c.optim, make_schedule(c.optim, 1))
+    params = jnp.zeros(2)
+    state = optimizer.init(params)
+    moments = {x.dtype.name for x in jax.tree.leaves(state) if x.ndim}
+    assert moments == {"bfloat16", "float32"}
+    with jax.numpy_dtype_promotion("standard"):
+        for _ in range(3):  # each step of a constant gradient is -lr
+            updates, state = optimizer.update(jnp.array([0.3, -0.4]), state, params)
+            params = params + updates
+    np.testing.assert_allclose(params, [-0.3, 0.3], rtol=3 * 2**-9)  # three roundings to 8 bits
+    assert params.dtype == jnp.float32
+
+
 def test_adamw_by_hand():
     c = config.default()
     c.optim.update({"lr": 0.1, "warmup": 0, "weight_decay": 0.5, "clip_norm": 1.0})

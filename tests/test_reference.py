@@ -12,15 +12,23 @@ from fgrpo_jax.reference import make_reference
 FOLDER = weights.EMBEDDED / "tiny_arithmetic"
 
 
-@pytest.mark.parametrize("mesh, microbatch", [((1, 1, 1), 5), ((1, 2, 2), 4), ((2, 2, 2), 100)])
-def test_it_is_the_log_probability_under_the_folder_s_weights(mesh, microbatch):
+@pytest.mark.parametrize(
+    "mesh, microbatch, offload",
+    [((1, 1, 1), 5, False), ((1, 2, 2), 4, False), ((2, 2, 2), 100, False), ((1, 2, 2), 4, True)],
+)
+def test_it_is_the_log_probability_under_its_weights(mesh, microbatch, offload):
     policy = Policy(weights.model_config(FOLDER))
     devices = np.array(jax.devices()[: int(np.prod(mesh))]).reshape(mesh)
     mesh = jax.sharding.Mesh(devices, sharding.AXES)
     x = rollouts()
     x.tokens_BT[:] = np.random.RandomState(0).randint(0, 256, x.tokens_BT.shape)
     with jax.set_mesh(mesh):
-        out = make_reference(policy, FOLDER, 0.7, 4, microbatch, mesh)(x)
+        own = weights.load(FOLDER, policy, mesh)
+        reference = make_reference(policy, own, 0.7, 4, microbatch, mesh, offload)
+        if offload:
+            assert all(leaf.is_deleted() for leaf in jax.tree.leaves(own)), "they take memory yet"
+            reference(x)  # they come back each time
+        out = reference(x)
         params = weights.load(FOLDER, policy, mesh)
         tokens = np.concatenate([np.repeat(x.prompts.tokens_PC, N, 0), x.tokens_BT], 1)
         start = jnp.ones(P * N, jnp.int32)  # prompts of one token in two columns
