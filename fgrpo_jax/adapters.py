@@ -107,4 +107,5 @@ def merge(params: Any) -> Any:
 
 def make_lora(c: Config) -> Lora | None:
     """The config's; None where all weights are trained."""
-    return Lora(c.lora.rank, c.lora.alpha, tuple(c.lora.targets)) if c.lora.rank else None
+    targets = tuple(c.lora.targets) or tuple(EQUATIONS)
+    return Lora(c.lora.rank, c.lora.alpha, targets) if c.lora.rank else None

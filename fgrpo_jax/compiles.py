@@ -89,7 +89,7 @@ def peaks(parts: dict[str, int], programs: dict[str, dict[str, Any]]) -> dict[st
         "decode": state + parts["reference"],
         "move_back": state + parts["reference"] + parts["cache"] - parts["slots"]
         + parts["decode weights"],
-        "reference": state,
+        "reference": state - parts["shared"],
         "old": parts["optimizer"] + parts["reference"] + parts["batch"],  # of which it reads part
         "update": parts["reference"],
     }  # fmt: skip

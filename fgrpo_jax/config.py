@@ -29,7 +29,7 @@ def default() -> Config:
     c.lora = _section()  # low-rank adapters: the model's weights stay as they are
     c.lora.rank = 0  # R of the adapters, which alone are trained; 0: all weights are
     c.lora.alpha = 32.0  # adapters' products count alpha / rank times
-    c.lora.targets = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+    c.lora.targets = ()  # matrices of a layer that have one, as q_proj; none named: all seven
     c.lora.export = "merged"  # policy/ at the end: merged into the weights, or adapter (as peft's)
 
     c.data = _section()

@@ -160,8 +160,12 @@ def build(c: Config, topology: Topology, mean_response: int, found: list[Any]) -
     settings = update.settings_of(c, axes[0] * axes[1])
     old_logprobs = update.make_logprobs(policy, settings, mesh)
     learn = update.make_update(policy, optimizer, schedule, settings, state)
-    cast = lambda x: jax.ShapeDtypeStruct(x.shape, dtype, sharding=x.sharding)
-    reference = jax.tree.map(cast, state.params) if c.kl.coef else None
+    whole = jax.eval_shape(policy.init, jax.random.key(0))
+    cast = lambda x, place: jax.ShapeDtypeStruct(x.shape, dtype, sharding=place)
+    frozen = jax.tree.map(cast, whole, sharding.state_shardings(mesh, whole))
+    base = frozen if policy.lora else None
+    reference = frozen if c.kl.coef else None
+    own_reference = reference and (not policy.lora or c.kl.reference)
 
     with jax.set_mesh(mesh):
         sampling = Sampling(
@@ -170,7 +174,7 @@ def build(c: Config, topology: Topology, mean_response: int, found: list[Any]) -
         s = settings_of(c, policy, c.algo.group_size, sampling, STOP_IDS, c.data.max_prompt)
         ragged = backends[1] == "ragged"
         layout = Layout.of(s, c.rollout.prompts, c.data.max_prompt, ragged)
-        shapes = jax.eval_shape(decode_params, state.params)
+        shapes = jax.eval_shape(decode_params, state.params, base)
         params = jax.tree.map(abstract, shapes, sharding.state_shardings(mesh, shapes, "decode"))
         sampler = make_programs(policy, s)
         both = jax.eval_shape(lambda p: sampler.empty(p, layout), params)
@@ -180,7 +184,7 @@ def build(c: Config, topology: Topology, mean_response: int, found: list[Any]) -
     width, X = layout.widths[-1], layout.shards
     ended, group = rows(X * layout.slots, kind=jnp.bool_), X * layout.group
     lower: dict[str, tuple[Any, tuple[Any, ...], dict[str, Any]]] = {
-        "decode_params": (decode_params, (state.params,), {}),
+        "decode_params": (decode_params, (state.params, base), {}),
         "prefill": (
             sampler.prefill,
             (params, room, rows(group, layout.columns), rows(group), rows(group), number),
@@ -192,16 +196,20 @@ def build(c: Config, topology: Topology, mean_response: int, found: list[Any]) -
             {"width": width},
         ),
         "move_back": (sampler.move_back, (table, number), {}),
-        "update": (learn, (state, batch), {}),
+        "update": (learn, (state, batch, base), {}),
     }
     if batch.old_logp_BT:
         plain = dataclasses.replace(batch, old_logp_BT=None)
-        lower["old"] = (old_logprobs, (state.params, plain), {})
+        lower["old"] = (old_logprobs, (state.params, plain, base), {})
     if reference:
         place = sharding.activation(mesh, "ZZBT")
         logprobs = jax.jit(
             lambda params, batch: batch_logprobs(
-                policy, params, batch, c.rollout.temperature, c.learn.logit_chunk
+                dataclasses.replace(policy, lora=None),
+                params,
+                batch,
+                c.rollout.temperature,
+                c.learn.logit_chunk,
             ),
             out_shardings=place,
         )
@@ -227,16 +235,19 @@ def build(c: Config, topology: Topology, mean_response: int, found: list[Any]) -
         remat=c.model.remat, logit_chunk=c.learn.logit_chunk,
         old=validation.updates_a_step(c) > 1, reference=bool(c.kl.coef),
         slots=X * layout.slots, waiting=X * layout.waiting, cached=layout.cached,
-        flash=backends[0] != "xla", ragged=ragged,
+        flash=backends[0] != "xla", ragged=ragged, share_columns=policy.share_columns,
+        adapters=sum(x.size for x in jax.tree.leaves(state.params)) if policy.lora else 0,
+        moments=6 if c.optim.first_moment == "bfloat16" else 8,
     )  # fmt: skip
     parts = {
-        "parameters": _bytes(state.params),
+        "parameters": _bytes((state.params, base)),
         "optimizer": _bytes(state.opt_state),
         "batch": _bytes(batch),
         "decode weights": _bytes(params),
         "cache": _bytes((table, room)),
         "slots": _bytes(table),
-        "reference": _bytes(reference),
+        "reference": _bytes(reference) if own_reference and not c.kl.offload else 0,
+        "shared": 0 if own_reference else _bytes(reference),  # reference and parameters at once
     }
     arguments = {name: _bytes(args) for name, (_, args, _) in lower.items()}
     return Built(job, {name: lowered(name) for name in lower}, arguments, parts)

@@ -65,6 +65,9 @@ class Job:
     cached: int  # S of a slot
     flash: bool  # attention builds no [T, S] array, and skips what is not causal
     ragged: bool  # decoding reads a row's own columns only
+    share_columns: bool = False  # tp devices share a row's columns between layers
+    adapters: int = 0  # weights of adapters, which alone are trained; 0: all are
+    moments: int = 8  # bytes of AdamW's moments, for a trained weight
 
     @property
     def devices(self) -> int:
@@ -86,28 +89,35 @@ def memory(j: Job) -> dict[str, Number]:
     to padding."""
     m, w = j.model, Weights.of(j.model)
     count, rows = parameters(m) / (j.fsdp * j.tp), j.microbatch / j.shards
+    trained = j.adapters / (j.fsdp * j.tp) if j.adapters else count
     S, tp = j.columns + j.response, j.tp
+    stream = m.width / (tp if j.share_columns else 1)  # numbers of a column of hidden states
+    heads, kv_heads = m.heads * m.head_size / tp, m.kv_heads * m.head_size / tp
     per_column = {  # numbers of a layer that wait for the backward pass
-        True: m.width,
-        False: 6 * m.width + (2 * m.heads + 4 * m.kv_heads) * m.head_size / tp
-        + 4 * m.feed_forward / tp,
-    }  # fmt: skip
+        "full": stream,
+        "attention": stream + heads,
+        "dots": 2 * stream + heads + 2 * kv_heads + 2 * m.feed_forward / tp,
+        "none": 6 * stream + 2 * heads + 4 * kv_heads + 4 * m.feed_forward / tp,
+    }
     score = 0.0 if j.flash else 2.5 * 4 * rows * S * S * m.heads / tp
-    one_layer = rows * S * per_column[False] * j.item * 1.5 + score
-    kept = m.layers * (rows * S * per_column[j.remat] * j.item + (0 if j.remat else score))
+    one_layer = rows * S * per_column["none"] * j.item * 1.5 + score
+    kept = m.layers * (
+        rows * S * per_column[j.remat] * j.item + (score if j.remat == "none" else 0)
+    )
     gathered = 2 * j.item * w.layer / tp + 2 * j.item * w.table / tp
     decoder = m.layers * (w.layer / tp + w.small) + (1 if m.tied else 2) * w.table / tp
     return {
-        "parameters": 4 * count,
-        "optimizer": 8 * count,
-        "gradients": 8 * count,  # summed, and a microbatch's
+        "parameters": 4 * trained + (j.item * count if j.adapters else 0),
+        "optimizer": j.moments * trained,
+        "gradients": 8 * trained,  # summed, and a microbatch's
         "activations": kept + one_layer,
         "logits": 3 * 4 * rows * min(j.logit_chunk, j.response) * m.vocab / tp,
         "gathered": gathered,
         "batch": j.trained / j.shards * (4 * S + (5 + 4 * (j.old + j.reference)) * j.response + 8),
         "decode weights": j.item * decoder,
         "cache": column_bytes(j) * (j.slots * j.cached + j.waiting * j.columns) / j.shards,
-        "reference": j.item * count if j.reference else 0.0,
+        # what adapters are beside is the reference too
+        "reference": j.item * count if j.reference and not j.adapters else 0.0,
     }
 
 
@@ -206,13 +216,15 @@ def phases(j: Job) -> dict[str, Cost]:
 
     one = forward_flops(j, S, j.response)
     layers = one - 2 * w.table * j.response
-    passes = (
-        (1 + BACKWARD) * one + (layers if j.remat else 0) + (one - layers)
-    )  # logits are made again
+    attention = layers - 2 * m.layers * w.layer * S
+    again = {"none": 0, "dots": attention, "attention": layers - attention, "full": layers}
+    # adapters need the gradients of inputs, not those of weights; logits are made again
+    backward = BACKWARD / 2 if j.adapters else BACKWARD
+    passes = (1 + backward) * one + again[j.remat] + (one - layers)
     micros = j.trained / j.microbatch
     kept = m.layers * j.microbatch / j.shards * S * m.width * item * 4
-    per_micro = (4 if j.remat else 3) * reads + 2 * kept
-    count = parameters(m) / (j.fsdp * j.tp)
+    per_micro = (4 if j.remat in ("attention", "full") else 3) * reads + 2 * kept
+    count = (j.adapters or parameters(m)) / (j.fsdp * j.tp)
     learn_bytes = j.epochs * (micros * (per_micro + 12 * count))
     learn_bytes += j.epochs * j.trained / j.minibatch * 28 * count  # the optimizer's own
     found = {
@@ -252,7 +264,7 @@ def _others(j: Job) -> Iterator[Job]:
     ]
     divisors = [d for d in range(j.microbatch, 0, -1) if j.minibatch % d == 0]
     slots = [j.slots >> k for k in range(5)]
-    for (fsdp, tp), d, remat, B in itertools.product(meshes, divisors, {j.remat, True}, slots):
+    for (fsdp, tp), d, remat, B in itertools.product(meshes, divisors, {j.remat, "full"}, slots):
         shards = j.replica * fsdp
         if d % shards == 0 and shards <= B:
             waiting = max(shards, j.waiting * B // j.slots)
@@ -266,7 +278,7 @@ def _keys(j: Job) -> dict[str, str | int]:
         "mesh.fsdp": j.fsdp,
         "mesh.tp": j.tp,
         "learn.microbatch": j.microbatch,
-        "model.remat": "full" if j.remat else "none",
+        "model.remat": j.remat,
         "rollout.slots": j.slots,
     }
 

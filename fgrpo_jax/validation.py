@@ -133,8 +133,8 @@ def _check_adapters(c: Config) -> None:
             f"lora.targets names {target!r}: a layer has {', '.join(TARGETS)}",
         )
     need(
-        len(set(c.lora.targets)) == len(c.lora.targets) > 0,
-        "lora.targets must name at least one of a layer's matrices, each once",
+        len(set(c.lora.targets)) == len(c.lora.targets),
+        f"lora.targets is {', '.join(c.lora.targets)}: name each once",
     )
 
 

@@ -173,7 +173,8 @@ def test_peft_and_transformers_give_the_same_logits(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "targets, said", [(("q_proj", "lm_head"), "names 'lm_head'"), ((), "at least one")]
+    "targets, said",
+    [(("q_proj", "lm_head"), "names 'lm_head'"), (("q_proj", "q_proj"), "each once")],
 )
 def test_targets_that_cannot_be(targets, said):
     c = config.default()

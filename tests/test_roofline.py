@@ -20,7 +20,7 @@ SLOW = Chip(
 def job(**changes):
     fields = dict(
         model=TINY, chip=SLOW, replica=1, fsdp=1, tp=1, item=2, prompts=2, samples=2, trained=4,
-        minibatch=4, microbatch=2, epochs=1, columns=2, response=2, mean_response=1, remat=True,
+        minibatch=4, microbatch=2, epochs=1, columns=2, response=2, mean_response=1, remat="full",
         logit_chunk=2, old=False, reference=False, slots=2, waiting=1, cached=4, flash=True,
         ragged=True,
     )  # fmt: skip
@@ -75,10 +75,43 @@ def test_flops_by_hand():
     update = roofline.phases(job())["update"]
     # forward, backward twice it, layers once more for full remat, logits once more always
     assert update.flops == 4 * 4 * forward
-    assert roofline.phases(job(remat=False))["update"].flops == 4 * (3 * forward + 1024)
+    assert roofline.phases(job(remat="none"))["update"].flops == 4 * (3 * forward + 1024)
     assert "logprobs" not in roofline.phases(job())
     assert roofline.phases(job(old=True))["logprobs"].flops == 4 * forward
     assert roofline.phases(job(old=True, reference=True))["logprobs"].flops == 8 * forward
+
+
+def test_what_remat_keeps_and_computes_again():
+    """TINY's layer: 8 wide, 4 heads and 2 key heads of 4, 16 features; 2 rows of 4 columns."""
+    activations = {
+        kind: roofline.memory(job(remat=kind))["activations"]
+        - roofline.memory(job(remat="full"))["activations"]
+        for kind in ("attention", "dots", "none")
+    }
+    column = 2 * 2 * 4 * 2  # 2 layers, 2 rows, 4 columns, 2 bytes
+    assert activations == {
+        "attention": column * 16,  # the heads' outputs
+        "dots": column * (8 + 16 + 2 * 8 + 2 * 16),  # o; q; k and v; gate and up
+        "none": column * (5 * 8 + 2 * 16 + 4 * 8 + 4 * 16),
+    }
+    forward, attention, logits = 2 * (2 * 768 * 4 + 4 * 4 * 4 * 8) + 1024, 1024, 1024
+    again = {"none": 0, "dots": attention, "attention": 2 * 2 * 768 * 4, "full": forward - logits}
+    for kind, flop in again.items():
+        update = roofline.phases(job(remat=kind))["update"]
+        assert update.flops == 4 * (3 * forward + logits + flop)
+    shared = roofline.memory(job(tp=2, share_columns=True))["activations"]
+    # of the 2 layers' inputs and the one layer's 6 streams x 1.5, half is on the other device
+    saved = 2 * 4 * 2 * (2 * 8 + 1.5 * 6 * 8) / 2
+    assert roofline.memory(job(tp=2))["activations"] - shared == saved
+
+
+def test_adapters_by_hand():
+    parts = roofline.memory(job(adapters=100, moments=6, reference=True))
+    assert parts["parameters"] == 4 * 100 + 2 * 2152  # the model in the compute dtype
+    assert parts["optimizer"] == 600 and parts["gradients"] == 800 and parts["reference"] == 0
+    forward = 2 * (2 * 768 * 4 + 4 * 4 * 4 * 8) + 1024
+    update = roofline.phases(job(adapters=100, remat="none"))["update"]
+    assert update.flops == 4 * (2 * forward + 1024)  # no gradients of the weights
 
 
 def test_work_by_hand():
@@ -132,7 +165,7 @@ def large(**changes):
     fields = dict(
         model=programs.model_shape("Qwen2.5-7B"), chip=chip, fsdp=4, tp=4, prompts=256, samples=8,
         trained=2048, minibatch=512, microbatch=64, columns=1024, response=8192,
-        mean_response=4096, logit_chunk=512, slots=512, waiting=64, cached=9280, remat=False,
+        mean_response=4096, logit_chunk=512, slots=512, waiting=64, cached=9280, remat="none",
     )  # fmt: skip
     return job(**(fields | changes))
 
@@ -154,18 +187,18 @@ def test_suggestions_fit_by_the_formulas_and_change_little():
         new = dataclasses.replace(
             j, fsdp=fsdp, tp=tp, slots=int(flags["rollout.slots"]),
             microbatch=int(flags["learn.microbatch"]),
-            remat=flags.get("model.remat", "none") == "full", waiting=4,
+            remat=flags.get("model.remat", "none"), waiting=4,
         )  # fmt: skip
         assert roofline.rollout_bytes(new) <= allowed and roofline.update_bytes(new) <= allowed
 
 
 def test_no_suggestion_where_the_state_alone_is_too_much():
-    j = large(fsdp=1, tp=4, microbatch=8, remat=True)
+    j = large(fsdp=1, tp=4, microbatch=8, remat="full")
     assert roofline.suggestions(j, roofline.rollout_bytes(j), roofline.update_bytes(j)) == []
 
 
 def test_a_suggestion_is_judged_by_its_difference_from_what_was_measured():
-    j = large(microbatch=8, remat=True, slots=512)
+    j = large(microbatch=8, remat="full", slots=512)
     measured = 0.9 * 15.75 * 2**30 + 1
     assert any("rollout.slots=256:" in x for x in roofline.suggestions(j, measured, measured / 2))
 
@@ -173,12 +206,12 @@ def test_a_suggestion_is_judged_by_its_difference_from_what_was_measured():
 def test_no_suggestion_is_below_the_state_and_a_gradient():
     chip = Chip("rtx4090", "gpu", 23.6, 165.0, 1008.0)
     model = programs.model_shape("Qwen2.5-1.5B")  # 12 bytes a parameter and 4 of a gradient: 23 GiB
-    j = large(model=model, chip=chip, fsdp=1, tp=1, remat=True, microbatch=32, slots=8)
+    j = large(model=model, chip=chip, fsdp=1, tp=1, remat="full", microbatch=32, slots=8)
     assert roofline.suggestions(j, 20 * 2**30, 56 * 2**30) == []
 
 
 def test_suggestions_change_no_more_than_they_must():
-    j = large(microbatch=8, remat=True, slots=124, waiting=16)
+    j = large(microbatch=8, remat="full", slots=124, waiting=16)
     first, *others = roofline.suggestions(j, 12.8 * 2**30, 14.3 * 2**30)
     assert first.startswith("--config.learn.microbatch=4: about 12.8 GiB in the rollout and 11")
     assert not any("learn.microbatch" in line for line in others)
