@@ -44,6 +44,15 @@ def ceilings(repeats: int = 5, size: int = 2048, dtype: Any = jnp.float32) -> di
     }
 
 
+def matmul_flops(size: int, repeats: int, dtype: Any) -> float:
+    """FLOP a second of one device in a square matmul, all of this process's at work at once."""
+    devices = jax.local_devices()
+    xs = [jax.device_put(jnp.ones((size, size), dtype), device) for device in devices]
+    matmul = jax.jit(lambda x: x @ x)
+    _, wall = timed({"matmul": lambda: [matmul(x) for x in xs]}, repeats)["matmul"]
+    return 2 * size**3 / wall
+
+
 def peak_rss() -> int:
     """Most bytes that this process has held in memory."""
     return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

@@ -76,10 +76,10 @@ def make_logprobs(
     s = settings
 
     @functools.partial(jax.jit, out_shardings=sharding.activation(mesh, "ZZBT"))
-    def logprobs(params: Any, batch: LearnerBatch) -> Array:
+    def old_logprobs(params: Any, batch: LearnerBatch) -> Array:
         return batch_logprobs(policy, params, batch, s.temperature, s.logit_chunk, s.samples)
 
-    return logprobs
+    return old_logprobs
 
 
 def make_old_logprobs(

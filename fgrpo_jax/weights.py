@@ -220,6 +220,7 @@ def make_decode_params(policy: Policy, mesh: Mesh, unroll: bool = False) -> Call
     either; the program grows with the layers.
     """
 
+    @jax.named_scope("rollout")
     def decode_params(params: Any) -> Any:
         params = jax.tree.map(lambda x: x.astype(policy.dtype), params)
         if not unroll:

@@ -16,9 +16,9 @@ ROWS = [
     "config cautions attention advantages losses kl aggregators shaping pass_at_k tokenizer "
     "sources",
     "workdir layers optimizer prompts metrics objective estimators selection judge",
-    "model checkpoint rewards rlvr_dataset",
+    "model checkpoint rewards rlvr_dataset profiling",
     "weights logprobs layout roofline",
-    "slots",
+    "slots throughput",
     "sampler update",
     "rollouts evaluate programs",
     "reference report bench_losses bench_sampler compiles",
