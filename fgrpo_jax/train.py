@@ -208,6 +208,7 @@ def build(
     for name, loaded in (("data.source", train_set), ("data.eval_source", held_out)):
         console.print(f"{name}: {prompts.summary(loaded)}", highlight=False)
 
+    peak = peak_of(jax.devices()[0], dtype)  # under no mesh, so that each device may run its own
     stack.enter_context(jax.set_mesh(mesh))
     checkpoints = stack.enter_context(Checkpoints(workdir / "checkpoints", c.checkpoint.keep))
 
@@ -297,8 +298,8 @@ def build(
         old_logprobs=make_old_logprobs(policy, settings, mesh),
         evaluate=evaluate,
         throughput=make_throughput(
-            shape, peak_of(jax.devices()[0], dtype), jax.device_count(), settings.samples,
-            c.learn.epochs, forwards=(validation.updates_a_step(c) > 1) + bool(c.kl.coef),
+            shape, peak, jax.device_count(), settings.samples, c.learn.epochs,
+            forwards=(validation.updates_a_step(c) > 1) + bool(c.kl.coef),
         ),
         checkpoints=checkpoints,
     ), state  # fmt: skip

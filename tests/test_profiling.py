@@ -13,9 +13,11 @@ from fgrpo_jax.accelerators import Chip, Topology
 PARTS = [f"{stage}_s" for stage in (*metrics.STAGES, "idle")]
 
 
-def names_in(trace: pathlib.Path) -> set[str]:
+def events_in(trace: pathlib.Path) -> tuple[set[str], set[str]]:
+    """Names of events, and of the programs that they belong to."""
     events = json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]
-    return {event.get("name", "") for event in events}
+    programs = {event.get("args", {}).get("hlo_module", "") for event in events}
+    return {event.get("name", "") for event in events}, programs
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +35,11 @@ def test_the_trace_names_the_stages(traced):
     (folder,) = (traced / "profile/step_2/plugins/profile").iterdir()
     assert list(folder.glob("*.xplane.pb"))
     (perfetto,) = folder.glob("perfetto_trace.json.gz")
-    assert {"step", "rollout", "scoring", "logprobs", "update"} <= names_in(perfetto)
+    names, compiled = events_in(perfetto)
+    assert {"step", "rollout", "scoring", "logprobs", "update"} <= names
+    assert {
+        "jit_prefill", "jit_decode", "jit_reference_logprobs", "jit_old_logprobs", "jit_update",
+    } <= compiled  # fmt: skip
 
 
 def test_where_the_time_of_each_step_went(traced):
