@@ -43,7 +43,7 @@ class Throughput:
     """Of a run, whose peak it holds."""
 
     peak: Peak
-    work: Callable[[LearnerBatch], Work]  # jitted: of a pass over the batch's trained tokens
+    work: Callable[[LearnerBatch], Work]  # of a pass over a batch's trained tokens
     metrics: Callable[[dict[str, float], Work, Work], dict[str, float]]
 
 
@@ -65,7 +65,7 @@ def make_throughput(
     """
 
     @jax.jit
-    def work(batch: LearnerBatch) -> Work:
+    def counted(batch: LearnerBatch) -> Work:
         columns = batch.tokens_BS.shape[-1] - batch.mask_BT.shape[-1]
         prompt_R = (columns - batch.start_B).reshape(-1)
         if batch.part_Bs is None:
@@ -73,6 +73,9 @@ def make_throughput(
         else:
             length_B = batch.length_B
         return Work.of(prompt_R, length_B.reshape(len(prompt_R), -1))
+
+    def work(batch: LearnerBatch) -> Work:
+        return Work(*map(float, jax.device_get(counted(batch))))
 
     def metrics(seconds: dict[str, float], sampled: Work, learned: Work) -> dict[str, float]:
         done = {
@@ -85,8 +88,8 @@ def make_throughput(
         out = {"tokens_per_s": sampled.tokens / seconds["step_s"]}
         for stage, (tokens, flop) in done.items():
             took = seconds[f"{stage}_s"]
-            out[f"tokens_per_s/{stage}"] = float(tokens / took) if tokens else 0.0
-            out[f"mfu/{stage}"] = float(flop / (took * devices * peak.flops)) if flop else 0.0
+            out[f"tokens_per_s/{stage}"] = tokens / took if tokens else 0.0
+            out[f"mfu/{stage}"] = flop / (took * devices * peak.flops) if flop else 0.0
         return out
 
     return Throughput(peak, work, metrics)

@@ -120,7 +120,7 @@ def train(c: Config, workdir: pathlib.Path, console: Console) -> dict[str, Any]:
             state = dataclasses.replace(
                 state, draws=jax.device_put(np.int32(draws), state.draws.sharding)
             )
-            numbers, learned = jax.device_get((numbers, parts.throughput.work(batch)))
+            numbers, learned = jax.device_get(numbers), parts.throughput.work(batch)
             del batch  # whose memory the next rollout may need
             if not np.isfinite(numbers["loss"] + numbers["grad_norm"]):
                 raise FloatingPointError(
