@@ -24,6 +24,7 @@ class Chip:
     tflops: float  # dense bfloat16, 10^12 a second, sums in float32
     gbs: float  # of memory bandwidth, 10^9 bytes a second
     axes: int = 1  # of a topology's shape
+    kinds: tuple[str, ...] = ()  # its jax.Device.device_kind, by any version of the runtime
 
     def target_config(self) -> str:
         """The GPU as XLA's gpu_target_config describes one; from its data sheet and the CUDA
@@ -39,17 +40,22 @@ class Chip:
 CHIPS = {
     chip.name: chip
     for chip in (
-        Chip("v4", "tpu", 31.25, 275.0, 1228.0, 3),
-        Chip("v5e", "tpu", 15.75, 197.0, 819.0, 2),
-        Chip("v5p", "tpu", 95.0, 459.0, 2765.0, 3),
-        Chip("v6e", "tpu", 31.25, 918.0, 1640.0, 2),
-        Chip("h100", "gpu", 79.1, 989.0, 3350.0),
-        Chip("h200", "gpu", 139.8, 989.0, 4800.0),
-        Chip("a100", "gpu", 79.15, 312.0, 2039.0),
-        Chip("l4", "gpu", 22.0, 121.0, 300.0),
-        Chip("rtx4090", "gpu", 23.6, 165.0, 1008.0),
+        Chip("v4", "tpu", 31.25, 275.0, 1228.0, 3, ("TPU v4",)),
+        Chip("v5e", "tpu", 15.75, 197.0, 819.0, 2, ("TPU v5 lite", "TPU v5e")),
+        Chip("v5p", "tpu", 95.0, 459.0, 2765.0, 3, ("TPU v5", "TPU v5p")),
+        Chip("v6e", "tpu", 31.25, 918.0, 1640.0, 2, ("TPU v6 lite", "TPU v6e")),
+        Chip("h100", "gpu", 79.1, 989.0, 3350.0, kinds=("NVIDIA H100 80GB HBM3",)),
+        Chip("h200", "gpu", 139.8, 989.0, 4800.0, kinds=("NVIDIA H200",)),
+        Chip("a100", "gpu", 79.15, 312.0, 2039.0, kinds=("NVIDIA A100-SXM4-80GB",)),
+        Chip("l4", "gpu", 22.0, 121.0, 300.0, kinds=("NVIDIA L4",)),
+        Chip("rtx4090", "gpu", 23.6, 165.0, 1008.0, kinds=("NVIDIA GeForce RTX 4090",)),
     )
 }
+
+
+def chip_of(kind: str) -> Chip | None:
+    """The chip of a jax.Device.device_kind; None where it is not in the table."""
+    return next((chip for chip in CHIPS.values() if kind in chip.kinds), None)
 
 
 @dataclasses.dataclass(frozen=True)

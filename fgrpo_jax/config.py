@@ -142,6 +142,9 @@ def default() -> Config:
     c.eval.top_p = 1.0  # as rollout.top_p
     c.eval.min_p = 0.0  # as rollout.min_p
 
+    c.profile = _section()
+    c.profile.steps = ""  # steps whose trace goes to WORKDIR/profile: 3,4 or 3-5; empty: none
+
     c.sft = _section()
     c.sft.out = ""  # folder of the new checkpoint
     c.sft.steps = 600  # optimizer updates

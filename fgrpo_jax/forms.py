@@ -1,4 +1,4 @@
-"""What data.source and data.fields may say, taken apart. No file is opened here."""
+"""What data.source, data.fields and profile.steps may say, taken apart. No file is opened here."""
 
 import math
 import re
@@ -85,4 +85,24 @@ def mapping(text: str) -> dict[str, list[str]]:
                 f"FIELD is one of {', '.join(FIELDS)} and NAME is what the file calls it"
             )
         found[field] = alternatives
+    return found
+
+
+def steps(text: str) -> list[range]:
+    """The steps of profile.steps, counted from 1: numbers and ranges, both ends included.
+    UserError where it is written otherwise.
+
+    >>> steps("1,3-5")
+    [range(1, 2), range(3, 6)]
+    """
+    found = []
+    for item in text.split(",") if text else []:
+        match = re.fullmatch(r"\s*(\d+)(?:-(\d+))?\s*", item)
+        first, last = (int(match[1]), int(match[2] or match[1])) if match else (0, 0)
+        if not 1 <= first <= last:
+            raise UserError(
+                f"profile.steps is {text!r}: write steps, the first of which is 1, as 3,4 or, from "
+                "a lower to a higher one, as 3-5"
+            )
+        found.append(range(first, last + 1))
     return found

@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
+import jax
 import numpy as np
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
@@ -95,24 +96,50 @@ class Clock:
         return {"wall_s": round(time.monotonic() - self._wall, 3), "cpu_s": round(cpu, 3)}
 
 
+STAGES = ("rollout", "scoring", "logprobs", "update")  # of a step
+BESIDE = ("eval", "checkpoint", "profile")  # what a run does between and around steps
+
+
 class Stopwatch:
-    """Where the time of a step goes: `with watch("rollout"): ...`."""
+    """Where the wall time goes: `with watch("rollout"): ...`, also the name in a profile.
+
+    A stage may be entered again and within another, and each second counts for the innermost. To
+    be honest a stage waits for what it has started on the devices.
+    """
 
     def __init__(self) -> None:
-        self.seconds: dict[str, float] = {}
-        self._began = time.monotonic()
+        self._open = ["idle"]
+        self._turned = time.monotonic()
+        self._seconds = self._zero()
+
+    @staticmethod
+    def _zero() -> dict[str, float]:
+        return {name: 0.0 for name in (*STAGES, "idle", *BESIDE)}
+
+    def _turn(self) -> None:
+        """Gives the time since the last turn to the innermost stage."""
+        now = time.monotonic()
+        self._seconds[self._open[-1]] += now - self._turned
+        self._turned = now
 
     @contextlib.contextmanager
     def __call__(self, stage: str) -> Iterator[None]:
-        began = time.monotonic()
-        yield
-        self.seconds[stage] = time.monotonic() - began
+        self._turn()
+        self._open.append(stage)
+        try:
+            with jax.profiler.TraceAnnotation(stage):
+                yield
+        finally:
+            self._turn()
+            self._open.pop()
 
-    def metrics(self, tokens: float) -> dict[str, float]:
-        """Seconds by stage, and response tokens a second since the watch was made."""
-        total = time.monotonic() - self._began
-        stages = {f"{stage}_s": seconds for stage, seconds in self.seconds.items()}
-        return {**stages, "step_s": total, "tokens_per_s": tokens / total}
+    def lap(self) -> dict[str, float]:
+        """Seconds by stage since the last lap: those of STAGES and idle make up step_s."""
+        self._turn()
+        seconds, self._seconds = self._seconds, self._zero()
+        step = {f"{name}_s": seconds[name] for name in (*STAGES, "idle")}
+        beside = {f"{name}_s": seconds[name] for name in BESIDE}
+        return {**step, "step_s": sum(step.values()), **beside}
 
 
 class Bar:

@@ -6,6 +6,7 @@ R packed rows    C prompt columns    S = C + s columns    M responses in a row a
 import dataclasses
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
@@ -111,6 +112,11 @@ def unpack(rows: LearnerBatch, *arrays: Array) -> tuple[LearnerBatch, tuple[Any,
     [B, s]. Rows that are not packed, as they are."""
     if rows.part_Bs is None:
         return rows, arrays
+    with jax.named_scope("packing"):
+        return _unpack(rows, *arrays)
+
+
+def _unpack(rows: LearnerBatch, *arrays: Array) -> tuple[LearnerBatch, tuple[Any, ...]]:
     R, columns = rows.part_Bs.shape
     column_s = jnp.arange(columns)
     column_RMs = rows.begin_B.reshape(R, -1)[..., None] + column_s[None, None]

@@ -4,6 +4,7 @@ No weight is allocated: arguments are shapes with shardings.
 """
 
 import dataclasses
+import functools
 import importlib.util
 import json
 import math
@@ -203,18 +204,17 @@ def build(c: Config, topology: Topology, mean_response: int, found: list[Any]) -
         lower["old"] = (old_logprobs, (state.params, plain, base), {})
     if reference:
         place = sharding.activation(mesh, "ZZBT")
-        logprobs = jax.jit(
-            lambda params, batch: batch_logprobs(
-                dataclasses.replace(policy, lora=None),
-                params,
-                batch,
-                c.rollout.temperature,
-                c.learn.logit_chunk,
-            ),
-            out_shardings=place,
-        )
+        plain_policy = dataclasses.replace(policy, lora=None)
+
+        @functools.partial(jax.jit, out_shardings=place)
+        @jax.named_scope("reference")
+        def reference_logprobs(params: Any, batch: LearnerBatch) -> jax.Array:
+            return batch_logprobs(
+                plain_policy, params, batch, c.rollout.temperature, c.learn.logit_chunk
+            )
+
         plain = dataclasses.replace(batch, ref_logp_BT=None, old_logp_BT=None)
-        lower["reference"] = (logprobs, (reference, plain), {})
+        lower["reference"] = (reference_logprobs, (reference, plain), {})
 
     def lowered(name: str) -> Callable[[], Any]:
         program, arguments, static = lower[name]

@@ -45,7 +45,7 @@ def make_reference(
     shards = mesh.shape["replica"] * mesh.shape["fsdp"]
 
     @functools.partial(jax.jit, out_shardings=out, static_argnames="samples")
-    def logprobs(params: Any, batch: LearnerBatch, samples: int) -> jax.Array:
+    def reference_logprobs(params: Any, batch: LearnerBatch, samples: int) -> jax.Array:
         with jax.named_scope("reference"):
             return batch_logprobs(policy, params, batch, temperature, chunk, samples)
 
@@ -58,7 +58,7 @@ def make_reference(
         # a device's rows of a microbatch are adjacent, so are a prompt's
         samples = math.gcd(rows // microbatches // shards, rollouts.reward_PN.shape[1])
         here = jax.device_put(params, layout) if offload else params
-        logp = distributed.to_host(logprobs(here, batch, samples=samples), axis=2)
+        logp = distributed.to_host(reference_logprobs(here, batch, samples=samples), axis=2)
         logp_BT = logp.reshape(rollouts.mask_BT.shape)
         return dataclasses.replace(rollouts, ref_logp_BT=logp_BT)
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import jax
@@ -26,6 +27,7 @@ def make_collect(
     wrong: float = 0.0,
     right: float = 1.0,
     drop_truncated: bool = False,
+    scoring: Callable[[], AbstractContextManager[Any]] = nullcontext,
 ) -> Collect:
     """collect(params, prompts, key, watch) -> Rollouts; params in the `decode` layout.
 
@@ -35,6 +37,7 @@ def make_collect(
         text_of: decodes a response's tokens.
         wrong, right: what scores of 0 and 1 are rewarded by.
         drop_truncated: whether cut-off samples are invalid: they leave their group.
+        scoring: entered while the host has sampled all and waits for verdicts.
     """
     N = settings.samples
 
@@ -57,8 +60,9 @@ def make_collect(
         samples = gather(
             map(judge, stream(params, prompts, key, watch)), len(prompts.length_P) * N, settings
         )
-        for rows, begun in judged:
-            scores.update(zip(rows, begun, strict=True))
+        with scoring():
+            for rows, begun in judged:
+                scores.update(zip(rows, begun, strict=True))
         ordered = [scores[row] for row in range(real)]
         reward_B = np.array([score.reward for score in ordered], np.float32)
         reward_B = np.where(reward_B == 1, right, wrong + (right - wrong) * reward_B)

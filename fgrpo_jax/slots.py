@@ -93,7 +93,7 @@ def make_programs(policy: Policy, settings: SamplerSettings) -> Programs:
     @functools.partial(jax.jit, donate_argnames="room")
     def prefill(params, room: Room, tokens_PC, length_P, position_P, place) -> Room:
         """The room with a group of prompts in places `place` and on."""
-        with jax.named_scope("prefill"):
+        with jax.named_scope("rollout"), jax.named_scope("prefill"):
             start_P, C = tokens_PC.shape[1] - length_P, tokens_PC.shape[1]
             cache = hidden_PD = None
             size = piece(policy, s, len(tokens_PC) // sharding.shards(*sharding.ROWS), C)
@@ -142,15 +142,17 @@ def make_programs(policy: Policy, settings: SamplerSettings) -> Programs:
                 given_X=slots.given_X + jnp.where(length > 0, 1, N),
             )
 
-        return lax.while_loop(wanted, give, slots)
+        with jax.named_scope("refill"):
+            return lax.while_loop(wanted, give, slots)
 
     def step(params: Any, slots: Slots, clock: Array, width: int) -> tuple[Slots, tuple]:
         """One token in each slot that is alive, and the record of it."""
-        logits_BV = policy.logits(params, slots.hidden_BD, s.sampling.temperature or 1.0)
-        keys_B = jax.vmap(jax.random.fold_in)(slots.key_B, slots.age_B)
-        token_B, logp_B, sampled_B = draw(
-            logits_BV, jax.vmap(jax.random.uniform)(keys_B), s.sampling
-        )
+        with jax.named_scope("sampling"):
+            logits_BV = policy.logits(params, slots.hidden_BD, s.sampling.temperature or 1.0)
+            keys_B = jax.vmap(jax.random.fold_in)(slots.key_B, slots.age_B)
+            token_B, logp_B, sampled_B = draw(
+                logits_BV, jax.vmap(jax.random.uniform)(keys_B), s.sampling
+            )
         token_B = jnp.where(slots.alive_B, token_B, s.stop_ids[0])
         record = token_B, jnp.where(slots.alive_B, slots.sample_B, -1), logp_B, sampled_B
         hidden_BD, cache = policy.decode(params, token_B, slots.start_B, clock, slots.cache, width)
@@ -164,7 +166,7 @@ def make_programs(policy: Policy, settings: SamplerSettings) -> Programs:
     @functools.partial(jax.jit, donate_argnames="slots", static_argnames="width")
     def decode(params, slots: Slots, room: Room, ready, clock, key, ended_B, steps, width):
         """Up to `steps` tokens a slot: slots, records [T B] and what the host needs to know."""
-        with jax.named_scope("decode"):
+        with jax.named_scope("rollout"), jax.named_scope("decode"):
             local_refill = sharding.local(refill, (SLOTS, ROOM, "", "", ""), SLOTS)
 
             def more(state) -> Array:
@@ -205,7 +207,8 @@ def make_programs(policy: Policy, settings: SamplerSettings) -> Programs:
 
             return lax.fori_loop(0, x_LBKSH.shape[0], one, x_LBKSH)
 
-        cache = jax.tree.map(shift, slots.cache)
+        with jax.named_scope("rollout"), jax.named_scope("move_back"):
+            cache = jax.tree.map(shift, slots.cache)
         return dataclasses.replace(slots, cache=cache, start_B=slots.start_B - by)
 
     return Programs(empty, prefill, decode, move_back)

@@ -44,6 +44,21 @@ def ceilings(repeats: int = 5, size: int = 2048, dtype: Any = jnp.float32) -> di
     }
 
 
+def matmul_flops(size: int, seconds: float, dtype: Any) -> float:
+    """FLOP a second of one device in a square matmul, all of this process's at work at once: the
+    best of what was tried in so many seconds, since a busy machine only takes away."""
+    xs = [jax.device_put(jnp.ones((size, size), dtype), device) for device in jax.local_devices()]
+    matmul = jax.jit(lambda x: x @ x)
+    once = lambda: jax.block_until_ready([matmul(x) for x in xs])
+    once()
+    times, end = [], time.perf_counter() + seconds
+    while not times or time.perf_counter() < end:
+        before = time.perf_counter()
+        once()
+        times.append(time.perf_counter() - before)
+    return 2 * size**3 / min(times)
+
+
 def peak_rss() -> int:
     """Most bytes that this process has held in memory."""
     return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

@@ -19,12 +19,14 @@ from fgrpo_jax import (
     config,
     distributed,
     export,
+    forms,
     layout,
     metrics,
     prompts,
     report,
     rewards,
     sharding,
+    throughput,
     validation,
     weights,
 )
@@ -36,14 +38,17 @@ from fgrpo_jax.config import Config
 from fgrpo_jax.estimators import make_advantage, shape_rewards
 from fgrpo_jax.evaluate import make_evaluate
 from fgrpo_jax.layout import SamplerSettings
+from fgrpo_jax.metrics import Stopwatch
 from fgrpo_jax.model import DTYPES, Policy, shares_columns
 from fgrpo_jax.optimizer import make_optimizer, make_schedule
+from fgrpo_jax.profiling import make_profile
 from fgrpo_jax.reference import make_reference
 from fgrpo_jax.rollouts import learner_batch, make_collect
 from fgrpo_jax.sampler import Stream, make_sampler
 from fgrpo_jax.sampling import Sampling
 from fgrpo_jax.selection import Draw, make_draw, most_varied
 from fgrpo_jax.structs import LearnerBatch, Rollouts, TrainState
+from fgrpo_jax.throughput import Throughput, make_throughput, peak_of
 from fgrpo_jax.tokenizer import StopStrings
 from fgrpo_jax.update import abstract_state, init_state, make_old_logprobs, make_update, settings_of
 
@@ -61,6 +66,7 @@ class Parts:
     update: Callable[[TrainState, LearnerBatch], tuple[TrainState, dict[str, jax.Array]]]
     old_logprobs: Callable[[Any, LearnerBatch], LearnerBatch]
     evaluate: Callable[..., dict[str, Any]]
+    throughput: Throughput
     checkpoints: Checkpoints
     export: Callable[[pathlib.Path, Any], None]
 
@@ -71,9 +77,9 @@ def train(c: Config, workdir: pathlib.Path, console: Console) -> dict[str, Any]:
     The workdir gets config.json, metrics.jsonl, evals.jsonl and checkpoints/, and at the end
     summary.json, report.png and policy/, a Hugging Face folder.
     """
-    clock = metrics.Clock()
+    clock, watch = metrics.Clock(), metrics.Stopwatch()
     with contextlib.ExitStack() as stack:
-        parts, state = build(c, workdir, console, stack)
+        parts, state = build(c, workdir, console, stack, watch)
         first_step, draws, gamma = int(state.step), int(state.draws), c.algo.focal_gamma
         log = metrics.Journal(workdir / "metrics.jsonl", first_step)
         evals = metrics.Journal(workdir / "evals.jsonl", first_step)
@@ -83,48 +89,55 @@ def train(c: Config, workdir: pathlib.Path, console: Console) -> dict[str, Any]:
 
         def evaluate_once(step: int) -> None:
             if all(record["step"] != step for record in evals.records):
-                result = parts.evaluate(
-                    parts.decode_params(state.params), eval_key, step, bar.watch
-                )
+                with watch("eval"):
+                    params = parts.decode_params(state.params)
+                    result = parts.evaluate(params, eval_key, step, bar.watch)
                 evals.write({"step": step, **result})
 
+        profile = make_profile(forms.steps(c.profile.steps), workdir / "profile", watch)
+        watch.lap()  # what building took is no step's
         for step in range(first_step, c.steps):
             if step == 0 or (c.eval.every and step % c.eval.every == 0):
                 evaluate_once(step)
-            watch = metrics.Stopwatch()
             key = jax.random.fold_in(root_key, step)
-            with watch("rollout"):  # prompts -> tokens -> scores
-                try:  # no name for the decode weights, which would keep them during the update
-                    rollouts, drawn, draws = parts.draw(
-                        parts.decode_params(state.params), draws, key, bar.watch
-                    )
-                except UserError:
-                    parts.checkpoints.save(state, step)
-                    raise
-            with watch("update"):
-                rollouts = parts.shape(rollouts)
-                weight_P = focal_weight(rollouts.correct_PN, gamma, rollouts.valid_PN)
-                rollouts = parts.choose(rollouts)
-                adv_PN = parts.advantage(rollouts)  # GRPO or a relative
-                adv_PN *= weight_P[:, None]  # F-GRPO
-                state, numbers = parts.update(
-                    state, parts.old_logprobs(state.params, parts.split(rollouts, adv_PN))
-                )
-                state = dataclasses.replace(
-                    state, draws=jax.device_put(np.int32(draws), state.draws.sharding)
-                )
-                numbers = jax.device_get(numbers)
+            with profile(step + 1):
+                with watch("rollout"):  # prompts -> tokens -> scores
+                    try:  # no name for the decode weights, which would keep them during the update
+                        rollouts, drawn, draws = parts.draw(
+                            parts.decode_params(state.params), draws, key, bar.watch
+                        )
+                    except UserError:
+                        parts.checkpoints.save(state, step)
+                        raise
+                with watch("update"):
+                    rollouts = parts.shape(rollouts)
+                    weight_P = focal_weight(rollouts.correct_PN, gamma, rollouts.valid_PN)
+                    rollouts = parts.choose(rollouts)
+                    adv_PN = parts.advantage(rollouts)  # GRPO or a relative
+                    adv_PN *= weight_P[:, None]  # F-GRPO
+                    batch = jax.block_until_ready(parts.split(rollouts, adv_PN))
+                with watch("logprobs"):
+                    batch = jax.block_until_ready(parts.old_logprobs(state.params, batch))
+                with watch("update"):
+                    state, numbers = jax.block_until_ready(parts.update(state, batch))
+            state = dataclasses.replace(
+                state, draws=jax.device_put(np.int32(draws), state.draws.sharding)
+            )
+            numbers, learned = jax.device_get(numbers), parts.throughput.work(batch)
+            del batch  # whose memory the next rollout may need
             if not np.isfinite(numbers["loss"] + numbers["grad_norm"]):
                 raise FloatingPointError(
                     f"step {step + 1}: loss or gradient is not finite; nothing of it was saved"
                 )
             record = metrics.rollout_metrics(drawn) | numbers
             record["drift_alarm"] = int(numbers["drift_mean"] > c.rollout.max_drift)
-            record |= watch.metrics(distributed.total(drawn.mask_BT.sum())) | clock.read()
+            seconds, sampled = watch.lap(), throughput.sampled(drawn)
+            record |= seconds | parts.throughput.metrics(seconds, sampled, learned) | clock.read()
             log.write({"step": step + 1, **record})
             bar.show(step + 1, record)
             if step + 1 == c.steps or (step + 1) % c.checkpoint.every == 0:
-                parts.checkpoints.save(state, step + 1)
+                with watch("checkpoint"):
+                    parts.checkpoints.save(state, step + 1)
         evaluate_once(c.steps)
 
     parts.export(workdir / "policy", state.params)
@@ -132,6 +145,8 @@ def train(c: Config, workdir: pathlib.Path, console: Console) -> dict[str, Any]:
         "before": evals.records[0],
         "after": evals.records[-1],
         "steps": c.steps,
+        "peak_flops": parts.throughput.peak.flops,  # a second and device, of mfu
+        "peak_flops_source": parts.throughput.peak.source,
         **clock.read(),
     }
     if distributed.is_main():
@@ -148,7 +163,11 @@ def train(c: Config, workdir: pathlib.Path, console: Console) -> dict[str, Any]:
 
 
 def build(
-    c: Config, workdir: pathlib.Path, console: Console, stack: contextlib.ExitStack
+    c: Config,
+    workdir: pathlib.Path,
+    console: Console,
+    stack: contextlib.ExitStack,
+    watch: Stopwatch,
 ) -> tuple[Parts, TrainState]:
     """The parts of a run and its state, restored where the workdir has a checkpoint.
 
@@ -194,6 +213,7 @@ def build(
     for name, loaded in (("data.source", train_set), ("data.eval_source", held_out)):
         console.print(f"{name}: {prompts.summary(loaded)}", highlight=False)
 
+    peak = peak_of(jax.devices()[0], dtype)  # under no mesh, so that each device may run its own
     stack.enter_context(jax.set_mesh(mesh))
     checkpoints = stack.enter_context(Checkpoints(workdir / "checkpoints", c.checkpoint.keep))
 
@@ -222,6 +242,7 @@ def build(
         c.score.wrong,
         c.score.right,
         drop_truncated=c.algo.truncated == "drop",
+        scoring=lambda: watch("scoring"),
     )
     size, share = c.rollout.prompts, distributed.share(c.rollout.prompts)
     shards = sharding.shards(*sharding.ROWS)
@@ -251,11 +272,12 @@ def build(
     reference: dict[str, Callable[[Rollouts], Rollouts]] = {}  # by where its KL goes
     if c.kl.coef:
         own = base is None or reference_folder != folder
-        reference[c.kl.place] = make_reference(
+        logprobs = make_reference(
             dataclasses.replace(policy, lora=None),
             weights.load(reference_folder, policy, mesh, policy.dtype) if own else base,
             c.rollout.temperature, c.learn.logit_chunk, c.learn.microbatch, mesh, c.kl.offload,
         )  # fmt: skip
+        reference[c.kl.place] = watch("logprobs")(logprobs)
     as_is = lambda rollouts: rollouts
     decode_params = weights.make_decode_params(policy, mesh, weights.unrolls(c, platform))
     settings = settings_of(c, shards)
@@ -295,6 +317,10 @@ def build(
         update=lambda state, batch: update(state, batch, base),
         old_logprobs=lambda params, batch: old_logprobs(params, batch, base),
         evaluate=evaluate,
+        throughput=make_throughput(
+            shape, peak, jax.device_count(), settings.samples, c.learn.epochs,
+            forwards=(validation.updates_a_step(c) > 1) + bool(c.kl.coef),
+        ),
         checkpoints=checkpoints,
         export=export_policy,
-    ), state
+    ), state  # fmt: skip

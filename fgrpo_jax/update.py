@@ -75,11 +75,11 @@ def make_logprobs(policy: Policy, settings: UpdateSettings, mesh: Mesh) -> Calla
     s = settings
 
     @functools.partial(jax.jit, out_shardings=sharding.activation(mesh, "ZZBT"))
-    def logprobs(params: Any, batch: LearnerBatch, base: Any = None) -> Array:
+    def old_logprobs(params: Any, batch: LearnerBatch, base: Any = None) -> Array:
         params = policy.weights(params, base)
         return batch_logprobs(policy, params, batch, s.temperature, s.logit_chunk, s.samples)
 
-    return logprobs
+    return old_logprobs
 
 
 def make_old_logprobs(

@@ -123,6 +123,8 @@ def validate(c: Config) -> Config:
     _check_groups(c)
     _check_penalties(c)
     _check_batches(c)
+    last = max((steps[-1] for steps in forms.steps(c.profile.steps)), default=0)
+    need(last <= c.steps, f"profile.steps is {c.profile.steps!r} and the run has {c.steps} steps")
     return c
 
 

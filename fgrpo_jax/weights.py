@@ -218,6 +218,7 @@ def make_decode_params(policy: Policy, mesh: Mesh, unroll: bool = False) -> Call
     either; the program grows with the layers.
     """
 
+    @jax.named_scope("rollout")
     def decode_params(params: Any, base: Any = None) -> Any:
         merged = policy.merged(params, base)
         params = jax.tree.map(lambda x: x.astype(policy.dtype), merged)

@@ -12,7 +12,7 @@ MAY_CHANGE = (  # what leaves the results as they are, but for float32 rounding
     "score.timeout model.remat model.attention rollout.slots rollout.cache_gib rollout.waiting "
     "rollout.prefill rollout.chunk rollout.unroll rollout.max_drift "
     "learn.microbatch learn.pack learn.logit_chunk mesh.replica mesh.fsdp mesh.tp mesh.sequence "
-    "kl.offload lora.export"
+    "kl.offload lora.export profile.steps"
 ).split()
 
 

@@ -38,6 +38,7 @@ def test_targets_of_gpus_agree_with_the_table(chip):
     text = chip.target_config()
     of = lambda key: float(re.search(rf"{key}: ([\d.]+)", text)[1])
     assert of("memory_bandwidth") / 1e9 == pytest.approx(chip.gbs, rel=0.01)
+    assert re.search(r'device_description_str: "([^"]+)"', text)[1] in chip.kinds
     assert of("device_memory_size") / 2**30 == pytest.approx(chip.gib, rel=0.01)
 
 
@@ -45,3 +46,12 @@ def test_bytes_are_matched_by_arithmetic_at_a_hundred_flops_or_more():
     """No unit of the table is a thousand times off."""
     for chip in accelerators.CHIPS.values():
         assert 90 < chip.tflops * 1e12 / (chip.gbs * 1e9) < 600
+
+
+def test_devices_are_known_by_their_kind():
+    of = accelerators.chip_of
+    assert of("TPU v5 lite").tflops == 197 and of("NVIDIA H100 80GB HBM3").tflops == 989
+    assert of("TPU v5").name == of("TPU v5p").name == "v5p"
+    assert of("cpu") is None and of("NVIDIA H100 NVL") is None
+    kinds = [kind for chip in accelerators.CHIPS.values() for kind in chip.kinds]
+    assert len(kinds) == len(set(kinds)) and all(c.kinds for c in accelerators.CHIPS.values())

@@ -102,6 +102,11 @@ def test_published_bounds(tmp_path, name, bounds):
         ("learn.microbatch=7", "learn.microbatch is 7: it must divide the minibatch's 256 rows"),
         ("algo.dual_clip=0.5", "algo.dual_clip is 0.5: it must be above 1, or 0 for none"),
         ("algo.clip_low=1.5", "algo.clip_low is 1.5"),
+        ("profile.steps=5-3", "profile.steps is '5-3': write steps, the first of which is 1, as"),
+        ("profile.steps=0", "profile.steps is '0': write steps"),
+        ("profile.steps=two", "profile.steps is 'two': write steps"),
+        ("profile.steps=1,,2", "profile.steps is '1,,2': write steps"),
+        ("profile.steps=199-201", "profile.steps is '199-201' and the run has 200 steps"),
         ("mesh.fsdp=0", "mesh.fsdp must be above 0, or -1"),
     ],
 )

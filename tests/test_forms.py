@@ -72,3 +72,11 @@ def test_mapping():
 def test_bad_mappings_get_one_sentence(text):
     with pytest.raises(UserError, match=r"data.fields has .*: write FIELD=NAME once a field"):
         forms.mapping(text)
+
+
+def test_steps():
+    assert forms.steps("") == [] and forms.steps("3") == [range(3, 4)]
+    assert forms.steps("3-5, 7") == [range(3, 6), range(7, 8)]
+    for text in ("5-3", "0", "-1", "3;4", "1-2-3", "3-"):
+        with pytest.raises(UserError, match="profile.steps is .*: write steps"):
+            forms.steps(text)

@@ -16,9 +16,9 @@ ROWS = [
     "config cautions adapters attention advantages losses kl aggregators shaping pass_at_k "
     "tokenizer sources",
     "workdir layers optimizer prompts metrics objective estimators selection judge",
-    "model checkpoint rewards rlvr_dataset",
+    "model checkpoint rewards rlvr_dataset profiling",
     "weights logprobs layout roofline",
-    "slots export",
+    "slots export throughput",
     "sampler update",
     "rollouts evaluate programs",
     "reference report bench_losses bench_sampler compiles",

@@ -6,7 +6,7 @@ import pytest
 from rich.console import Console
 
 from fgrpo_jax import report
-from fgrpo_jax.metrics import Bar, Clock, Journal, Stopwatch
+from fgrpo_jax.metrics import Bar, Clock, Journal
 
 BEFORE = {"step": 0, "pass@1": 0.25, "pass@2": 0.3, "pass@4": 0.5, "by_kind": {"a": 0.5, "b": 0.0}}
 AFTER = {"step": 9, "pass@1": 0.5, "pass@2": 0.6, "pass@4": 0.45, "by_kind": {"a": 0.9, "b": 0.1}}
@@ -43,15 +43,6 @@ def test_the_clock_goes_on():
     clock.go_on([{"wall_s": 7.0, "cpu_s": 3.0}, {"wall_s": 100.0, "cpu_s": 50.0}])
     out = clock.read()
     assert 100 <= out["wall_s"] < 101 and out["cpu_s"] > 50
-
-
-def test_stopwatch():
-    watch = Stopwatch()
-    with watch("rollout"):
-        sum(range(100_000))
-    out = watch.metrics(tokens=10.0)
-    assert 0 < out["rollout_s"] <= out["step_s"]
-    assert out["tokens_per_s"] == pytest.approx(10 / out["step_s"])
 
 
 RECORD = {"reward": 0.5, "pass_rate": 0.25, "tokens_per_s": 1234.0}

@@ -1,3 +1,4 @@
+import contextlib
 import dataclasses
 
 import jax
@@ -182,6 +183,12 @@ def test_responses_are_judged_as_they_end(tiny):
             events.append("sampled")
             yield some
 
-    collect = make_collect(stream, SETTINGS, text_of(tiny), Judge())
+    @contextlib.contextmanager
+    def scoring():
+        events.append("waits")
+        yield
+        events.append("has all")
+
+    collect = make_collect(stream, SETTINGS, text_of(tiny), Judge(), scoring=scoring)
     assert gather(tiny, collect, ["1"]).reward_PN.tolist() == [[1] * N]
-    assert events == ["sampled", "began 2"] * 2 + ["awaited"] * 2
+    assert events == ["sampled", "began 2"] * 2 + ["waits", "awaited", "awaited", "has all"]
