@@ -75,11 +75,11 @@ def total(value: float | int | np.number) -> float:
     return float(multihost_utils.process_allgather(np.float64(value)).sum())
 
 
-def largest(value: float | int) -> float:
-    """The largest of the numbers that hosts have one of each."""
+def largest(value: Any) -> np.ndarray:
+    """The largest of the numbers, or of each in the arrays, that hosts have one of each."""
     if jax.process_count() == 1:
-        return float(value)
-    return float(multihost_utils.process_allgather(np.float64(value)).max())
+        return np.asarray(value)
+    return np.asarray(multihost_utils.process_allgather(np.asarray(value))).max(axis=0)
 
 
 def on_all_rows(function: Callable[..., Any], *rows: np.ndarray) -> Any:

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from fgrpo_jax.model import Policy
+from fgrpo_jax.packing import at_width
 from fgrpo_jax.structs import LearnerBatch
 
 
@@ -92,17 +93,21 @@ def batch_logprobs(
     temperature: float,
     chunk: int,
     samples: int = 1,
+    widths: tuple[int, ...] = (),
 ) -> Array:
     """log pi(token) of the responses of [minibatches, microbatches, rows], a microbatch at a time:
-    [minibatches, microbatches, rows, T]."""
+    [minibatches, microbatches, rows, T]. widths: those that batch.width_ZZ means."""
+    T = batch.mask_BT.shape[-1]
 
     def microbatch(rows: LearnerBatch) -> Array:
-        return rows_logprobs(policy, params, rows, temperature, chunk, samples=samples)[0]
+        logp_BT, _ = rows_logprobs(policy, params, rows, temperature, chunk, samples=samples)
+        return jnp.pad(logp_BT, [(0, 0), (0, T - logp_BT.shape[1])])
 
     def minibatch(micros: LearnerBatch, used: Array | int) -> Array:
         def body(i, logp):
             rows = jax.tree.map(lambda x: x[i], micros)
-            return jax.lax.dynamic_update_index_in_dim(logp, microbatch(rows), i, axis=0)
+            logp_BT = at_width(widths, rows, microbatch)
+            return jax.lax.dynamic_update_index_in_dim(logp, logp_BT, i, axis=0)
 
         return jax.lax.fori_loop(0, used, body, jnp.zeros(micros.mask_BT.shape, jnp.float32))
 

@@ -1,9 +1,12 @@
-"""Packs the responses of a group into rows behind one prompt, so that little padding is computed.
+"""So that little padding is computed: responses of a group packed into rows behind one prompt, or
+microbatches of rows of like length.
 
 R packed rows    C prompt columns    S = C + s columns    M responses in a row at most
 """
 
 import dataclasses
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -13,6 +16,45 @@ from jaxtyping import Array
 
 from fgrpo_jax import distributed
 from fgrpo_jax.structs import LearnerBatch
+
+BY_TOKEN = "mask_BT sampler_logp_BT drawn_logp_BT ref_logp_BT old_logp_BT".split()
+
+
+def by_length(
+    batch: LearnerBatch, samples: int, minibatches: int, microbatches: int, widths: tuple[int, ...]
+) -> LearnerBatch:
+    """The rows of this host, those of each minibatch ordered by length, with width_ZZ: of each
+    microbatch the first of the ascending widths that all its rows fit in, on every host.
+
+    samples: rows that have one prompt, and stay adjacent.
+    """
+    length_ZPN = batch.mask_BT.sum(axis=1).reshape(minibatches, -1, samples)
+    own_ZPN = np.argsort(length_ZPN, axis=2, kind="stable")
+    prompt_ZP = np.argsort(length_ZPN.max(axis=2), axis=1, kind="stable")
+    first_ZP = np.arange(prompt_ZP.size).reshape(prompt_ZP.shape) * samples
+    row_ZPN = np.take_along_axis(first_ZP[..., None] + own_ZPN, prompt_ZP[..., None], axis=1)
+    batch = jax.tree.map(lambda x: x[row_ZPN.reshape(-1)], batch)
+    length_ZZB = batch.mask_BT.sum(axis=1).reshape(minibatches, microbatches, -1)
+    longest_ZZ = distributed.largest(length_ZZB.max(axis=2))
+    return dataclasses.replace(batch, width_ZZ=np.searchsorted(widths, longest_ZZ).astype(np.int32))
+
+
+def at_width(
+    widths: tuple[int, ...], rows: LearnerBatch, function: Callable[[LearnerBatch], Any]
+) -> Any:
+    """function(a microbatch on a device cut to its width); its results' shapes may not depend on
+    that. It is compiled for each width."""
+    if rows.width_ZZ is None:
+        return function(rows)
+    T = rows.mask_BT.shape[1]
+
+    def cut(width: int, rows: LearnerBatch) -> Any:
+        tokens = {name: x[:, :width] for name in BY_TOKEN if (x := getattr(rows, name)) is not None}
+        whole = rows.tokens_BS[:, : rows.tokens_BS.shape[1] - T + width]
+        return function(dataclasses.replace(rows, tokens_BS=whole, **tokens))
+
+    branches = [functools.partial(cut, width) for width in widths]
+    return jax.lax.switch(rows.width_ZZ, branches, dataclasses.replace(rows, width_ZZ=None))
 
 
 def first_fit(length_M: np.ndarray, columns: int) -> list[list[int]]:
@@ -71,7 +113,7 @@ def pack(
     source_RM = np.full((R, samples), -1)  # row of the batch
     by_token = {
         name: (x, np.zeros((R, columns), x.dtype))
-        for name in "mask_BT sampler_logp_BT drawn_logp_BT ref_logp_BT".split()
+        for name in BY_TOKEN
         if (x := getattr(batch, name)) is not None
     }
     for z, minibatch in enumerate(packed):

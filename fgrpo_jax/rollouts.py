@@ -94,6 +94,7 @@ def learner_batch(
     mask_truncated: bool = False,
     with_lengths: bool = False,
     pack: int = 0,
+    widths: tuple[int, ...] = (),
 ) -> LearnerBatch:
     """The rows of all hosts on the mesh, each split as [minibatches, microbatches, rows].
 
@@ -101,6 +102,8 @@ def learner_batch(
         mask_truncated: whether cut-off samples, as invalid ones always, leave the loss.
         with_lengths: whether to carry the lengths of each row's group.
         pack: response columns of a packed row; 0: every row is a response.
+        widths: response columns that the update is compiled for, ascending; with several, rows
+            of like length share a microbatch.
     """
     samples = rollouts.tokens_BT.shape[0] // rollouts.prompts.tokens_PC.shape[0]
     tokens_PC, length_P = rollouts.prompts.tokens_PC, rollouts.prompts.length_P
@@ -127,6 +130,8 @@ def learner_batch(
         micro_rows = len(batch.mask_BT) // (minibatches * microbatches)
         batch = packing.pack(batch, samples, minibatches, micro_rows, pack)
         microbatches = len(batch.part_Bs) // (minibatches * micro_rows)
+    elif len(widths) > 1:
+        batch = packing.by_length(batch, samples, minibatches, microbatches, widths)
     return put_batch(batch, minibatches, microbatches, mesh)
 
 
@@ -138,9 +143,6 @@ def put_batch(batch: LearnerBatch, minibatches: int, microbatches: int, mesh: Me
         axes = "ZZB" if x.ndim == 3 else "ZZBT"
         return distributed.to_global(x, sharding.activation(mesh, axes))
 
-    placed = jax.tree.map(put, dataclasses.replace(batch, used_Z=None))
-    if batch.used_Z is None:
-        return placed
-    return dataclasses.replace(
-        placed, used_Z=jax.device_put(batch.used_Z, sharding.replicated(mesh))
-    )
+    placed = jax.tree.map(put, dataclasses.replace(batch, used_Z=None, width_ZZ=None))
+    numbers = {"used_Z": batch.used_Z, "width_ZZ": batch.width_ZZ}
+    return dataclasses.replace(placed, **jax.device_put(numbers, sharding.replicated(mesh)))

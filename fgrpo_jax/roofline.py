@@ -162,9 +162,12 @@ def forward_flop(m: ModelConfig, work: Work) -> Number:
     return 2 * (matrices + work.tokens * m.vocab * m.width) + 4 * attention
 
 
-def update_flop(m: ModelConfig, work: Work) -> Number:
-    """Forward and backward; what is computed again in the backward pass is not counted."""
-    return (1 + BACKWARD) * forward_flop(m, work)
+def update_flop(m: ModelConfig, work: Work, frozen: bool = False) -> Number:
+    """Forward and backward; what is computed again in the backward pass is not counted.
+
+    frozen: the weights, so that only inputs need gradients; those of adapters are not counted.
+    """
+    return (1 + (BACKWARD / 2 if frozen else BACKWARD)) * forward_flop(m, work)
 
 
 def forward_flops(j: Job, columns: int, heads: int) -> Number:

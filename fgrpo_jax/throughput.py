@@ -48,7 +48,13 @@ class Throughput:
 
 
 def make_throughput(
-    model: ModelConfig, peak: Peak, devices: int, shared: int, epochs: int, forwards: int
+    model: ModelConfig,
+    peak: Peak,
+    devices: int,
+    shared: int,
+    epochs: int,
+    forwards: int,
+    frozen: bool,
 ) -> Throughput:
     """metrics(seconds, sampled, learned): of Stopwatch.lap and the work of rollout and learner.
 
@@ -62,6 +68,7 @@ def make_throughput(
         epochs: passes of the update over the batch.
         forwards: passes of the stage logprobs: the old ones, the reference's, which are counted
             as if of the trained rows alone.
+        frozen: the model's weights, beside adapters.
     """
 
     @jax.jit
@@ -83,7 +90,9 @@ def make_throughput(
             "logprobs": (
                 forwards * learned.tokens, forwards * roofline.forward_flop(model, learned)
             ),
-            "update": (epochs * learned.tokens, epochs * roofline.update_flop(model, learned)),
+            "update": (
+                epochs * learned.tokens, epochs * roofline.update_flop(model, learned, frozen)
+            ),
         }  # fmt: skip
         out = {"tokens_per_s": sampled.tokens / seconds["step_s"]}
         for stage, (tokens, flop) in done.items():

@@ -313,6 +313,7 @@ def build(
             mask_truncated=c.algo.truncated != "keep",
             with_lengths=c.algo.aggregator == "lambda_grpo",
             pack=c.learn.pack,
+            widths=settings.widths,
         ),
         update=lambda state, batch: update(state, batch, base),
         old_logprobs=lambda params, batch: old_logprobs(params, batch, base),
@@ -320,6 +321,7 @@ def build(
         throughput=make_throughput(
             shape, peak, jax.device_count(), settings.samples, c.learn.epochs,
             forwards=(validation.updates_a_step(c) > 1) + bool(c.kl.coef),
+            frozen=policy.lora is not None,
         ),
         checkpoints=checkpoints,
         export=export_policy,

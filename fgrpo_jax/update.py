@@ -15,7 +15,7 @@ from fgrpo_jax import sharding, validation
 from fgrpo_jax.logprobs import batch_logprobs, rows_logprobs
 from fgrpo_jax.model import Policy
 from fgrpo_jax.objective import Objective, aggregate, make_objective, token_loss
-from fgrpo_jax.packing import unpack
+from fgrpo_jax.packing import at_width, unpack
 from fgrpo_jax.structs import LearnerBatch, TrainState
 from fgrpo_jax.validation import Config
 
@@ -31,6 +31,7 @@ class UpdateSettings:
     epochs: int  # passes over the batch
     logit_chunk: int  # response tokens whose logits are in memory at a time
     samples: int = 1  # so many adjacent rows of a device's microbatch have one prompt
+    widths: tuple[int, ...] = ()  # response columns that LearnerBatch.width_ZZ means, ascending
 
 
 def settings_of(c: Config, shards: int) -> UpdateSettings:
@@ -41,6 +42,7 @@ def settings_of(c: Config, shards: int) -> UpdateSettings:
         epochs=c.learn.epochs,
         logit_chunk=c.learn.logit_chunk,
         samples=validation.shared_rows(c, shards),
+        widths=validation.widths(c),
     )
 
 
@@ -77,7 +79,9 @@ def make_logprobs(policy: Policy, settings: UpdateSettings, mesh: Mesh) -> Calla
     @functools.partial(jax.jit, out_shardings=sharding.activation(mesh, "ZZBT"))
     def old_logprobs(params: Any, batch: LearnerBatch, base: Any = None) -> Array:
         params = policy.weights(params, base)
-        return batch_logprobs(policy, params, batch, s.temperature, s.logit_chunk, s.samples)
+        return batch_logprobs(
+            policy, params, batch, s.temperature, s.logit_chunk, s.samples, s.widths
+        )
 
     return old_logprobs
 
@@ -143,14 +147,17 @@ def make_update(
         _, count = aggregate(objective, jnp.zeros(mask_BT.shape), mask_BT)
         count = jnp.maximum(count, 1)
 
-        micros = dataclasses.replace(batch, used_Z=None)
-        of_micro = lambda i: jax.tree.map(lambda x: x[i], micros)
+        all_rows = dataclasses.replace(batch, used_Z=None)
+        of_micro = lambda i: jax.tree.map(lambda x: x[i], all_rows)
 
         def microbatch(i, carry):
             grads, (total, sums, drift) = carry
-            more, (more_total, more_sums, more_drift) = jax.grad(
-                loss_sum, argnums=(0, 1), has_aux=True
-            )(state.params, state.exponent, of_micro(i), count, base)
+            gradient = jax.grad(loss_sum, argnums=(0, 1), has_aux=True)
+            more, (more_total, more_sums, more_drift) = at_width(
+                s.widths,
+                of_micro(i),
+                lambda rows: gradient(state.params, state.exponent, rows, count, base),
+            )
             grads = sharding.constrain_state(jax.tree.map(jnp.add, grads, more))
             sums = jax.tree.map(jnp.add, sums, more_sums)
             return grads, (total + more_total, sums, jnp.maximum(drift, more_drift))
@@ -161,7 +168,11 @@ def make_update(
         zero = jax.tree.map(
             lambda x: jnp.zeros(x.shape, x.dtype), ((state.params, state.exponent), report)
         )
-        used = batch.mask_BT.shape[0] if batch.used_Z is None else batch.used_Z
+        micros, size, columns = batch.mask_BT.shape
+        used = micros if batch.used_Z is None else batch.used_Z
+        computed = jnp.float32(used) * size * columns
+        if batch.width_ZZ is not None:
+            computed = jnp.float32(size) * jnp.array(s.widths)[batch.width_ZZ].sum()
         (grads, slope), (total, sums, drift) = jax.lax.fori_loop(0, used, microbatch, zero)
         # optax multiplies its int32 count by floats, which strict promotion would refuse
         with jax.named_scope("optimizer"), jax.numpy_dtype_promotion("standard"):
@@ -174,7 +185,7 @@ def make_update(
             "grad_norm": optax.tree.norm(grads),
             "lr": jnp.asarray(schedule(_updates_done(state.opt_state)), jnp.float32),
             # of the response columns that were computed, those that hold no trained token
-            "padding": 1 - tokens / (jnp.float32(used) * batch.mask_BT[0].size),
+            "padding": 1 - tokens / computed,
         }
         if objective.aggregator == "lambda_grpo":
             metrics["lambda"] = state.exponent

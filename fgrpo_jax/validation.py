@@ -60,9 +60,9 @@ TARGETS = "q_proj k_proj v_proj o_proj gate_proj up_proj down_proj".split()  # o
 POSITIVE = (
     "steps lora.alpha rollout.prompts rollout.max_response rollout.chunk rollout.temperature "
     "rollout.attempts rollout.cache_gib rollout.prefill rollout.max_drift rollout.top_p "
-    "learn.minibatch learn.microbatch learn.epochs learn.logit_chunk algo.pass_k algo.tau_right "
-    "algo.tau_wrong data.max_prompt score.workers score.timeout checkpoint.every checkpoint.keep "
-    "eval.samples eval.problems eval.top_p optim.lr optim.clip_norm mesh.replica mesh.tp "
+    "learn.minibatch learn.microbatch learn.widths learn.epochs learn.logit_chunk algo.pass_k "
+    "algo.tau_right algo.tau_wrong data.max_prompt score.workers score.timeout checkpoint.every "
+    "checkpoint.keep eval.samples eval.problems eval.top_p optim.lr optim.clip_norm mesh.replica mesh.tp "
     "sft.steps sft.rows importance.high"
 ).split()
 NOT_NEGATIVE = (
@@ -266,6 +266,10 @@ def _check_batches(c: Config) -> None:
         c.learn.pack == 0 or c.model.attention in ("auto", "xla"),
         f"learn.pack is set and model.attention is {c.model.attention}: only xla knows packed rows",
     )
+    need(
+        c.learn.pack == 0 or c.learn.widths == 1,
+        f"learn.widths is {c.learn.widths} and learn.pack is set: packed rows have one width, 1",
+    )
     rows = minibatch_rows(c)
     need(
         rows % min(rows, c.learn.microbatch) == 0,
@@ -277,6 +281,14 @@ def _check_batches(c: Config) -> None:
 def minibatch_rows(c: Config) -> int:
     """Rows of an optimizer update."""
     return c.learn.minibatch * (c.rollout.subset or c.algo.group_size)
+
+
+def widths(c: Config) -> tuple[int, ...]:
+    """Response columns that the update is compiled for, ascending: halves of the most, whole
+    tiles of 128 where they are longer than one."""
+    T = c.rollout.max_response
+    halves = [-(-T >> k) for k in range(c.learn.widths)]
+    return tuple(sorted({min(T, -(-n // 128) * 128) if n > 128 else n for n in halves}))
 
 
 def shared_rows(c: Config, shards: int) -> int:

@@ -11,8 +11,8 @@ MAY_CHANGE = (  # what leaves the results as they are, but for float32 rounding
     "steps checkpoint.every checkpoint.keep eval.every rollout.attempts score.workers "
     "score.timeout model.remat model.attention rollout.slots rollout.cache_gib rollout.waiting "
     "rollout.prefill rollout.chunk rollout.unroll rollout.max_drift "
-    "learn.microbatch learn.pack learn.logit_chunk mesh.replica mesh.fsdp mesh.tp mesh.sequence "
-    "kl.offload lora.export profile.steps"
+    "learn.microbatch learn.pack learn.widths learn.logit_chunk mesh.replica mesh.fsdp mesh.tp "
+    "mesh.sequence kl.offload lora.export profile.steps"
 ).split()
 
 

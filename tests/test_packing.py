@@ -7,7 +7,7 @@ import pytest
 
 from fgrpo_jax import sharding
 from fgrpo_jax.objective import Objective
-from fgrpo_jax.packing import first_fit, pack, unpack
+from fgrpo_jax.packing import by_length, first_fit, pack, unpack
 from fgrpo_jax.rollouts import put_batch
 from fgrpo_jax.structs import LearnerBatch
 from fgrpo_jax.update import (
@@ -51,20 +51,32 @@ def rows():
     )
 
 
-def update(policy, params, objective, samples=1, columns=0, micro_rows=8, epochs=1, mesh=(1, 1, 1)):
+def update(
+    policy,
+    params,
+    objective,
+    samples=1,
+    columns=0,
+    micro_rows=8,
+    epochs=1,
+    mesh=(1, 1, 1),
+    widths=(),
+):
     """New params and metrics of two minibatches."""
     batch, optimizer = rows(), optax.chain(optax.sgd(SCHEDULE))
     devices = np.array(jax.devices()[: int(np.prod(mesh))]).reshape(mesh)
     mesh = jax.sharding.Mesh(devices, sharding.AXES)
     with jax.set_mesh(mesh):
         abstract = abstract_state(policy, optimizer, mesh)
-        settings = UpdateSettings(objective, 0.8, epochs, 512, samples)
+        settings = UpdateSettings(objective, 0.8, epochs, 512, samples, widths)
         step = make_update(policy, optimizer, SCHEDULE, settings, abstract)
         micros = B // 2 // micro_rows
         if columns:
             batch = pack(batch, M, 2, micro_rows, columns)
             micros = len(batch.part_Bs) // (2 * micro_rows)
             assert micros >= max(batch.used_Z)
+        elif widths:
+            batch = by_length(batch, M, 2, micros, widths)
         state = init_state(params, optimizer, abstract)
         batch = put_batch(batch, 2, micros, mesh)
         batch = make_old_logprobs(policy, settings, mesh)(state.params, batch)
@@ -148,3 +160,45 @@ def test_unpacking_is_the_way_back():
     for b in np.flatnonzero(out.length_B):
         ours = out.sampler_logp_BT[b][out.mask_BT[b]].tolist()
         assert ours == theirs[out.advantage_B[b]]
+
+
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_microbatches_of_like_length_give_the_same_update(policy, params, name):
+    plain = update(policy, params, OBJECTIVES[name], epochs=2)
+    ordered = update(policy, params, OBJECTIVES[name], M, epochs=2, micro_rows=4, widths=(3, 6, T))
+    same(ordered, plain)
+
+
+def test_devices_change_nothing_by_length(policy, params):
+    mesh = (1, 2, 2)
+    one, many = (
+        update(policy, params, OBJECTIVES["token_mean"], M, mesh=m, widths=(4, 8, T))
+        for m in ((1, 1, 1), mesh)
+    )
+    same(many, one)
+
+
+def test_by_length_by_hand():
+    """Two minibatches of two prompts with two responses; microbatches of two rows."""
+    length = np.array([5, 1, 0, 2, 3, 3, 8, 0])
+    batch = LearnerBatch(
+        tokens_BS=np.arange(8)[:, None], start_B=np.arange(8),
+        mask_BT=np.arange(8) < length[:, None], advantage_B=np.arange(8.0), sampler_logp_BT=np.zeros((8, 8)),
+    )  # fmt: skip
+    out = by_length(batch, 2, 2, 2, (2, 4, 8))
+    # of the first minibatch the second prompt is the shorter, and its first response
+    np.testing.assert_array_equal(out.start_B, [2, 3, 1, 0, 4, 5, 7, 6])
+    np.testing.assert_array_equal(out.mask_BT.sum(axis=1), [0, 2, 1, 5, 3, 3, 0, 8])
+    np.testing.assert_array_equal(out.width_ZZ, [[0, 2], [1, 2]])  # 2 and 5; 3 and 8 columns
+    np.testing.assert_array_equal(out.tokens_BS[:, 0], out.start_B)
+
+
+def test_padding_counts_the_columns_that_were_computed(policy, params):
+    tokens = rows().mask_BT.reshape(2, -1).sum(axis=1)
+    out = by_length(rows(), M, 2, 4, (3, 6, T))
+    columns = np.array([3, 6, T])[out.width_ZZ].sum(axis=1) * 4  # rows of a microbatch
+    _, _, metrics = update(
+        policy, params, OBJECTIVES["token_mean"], M, micro_rows=4, widths=(3, 6, T)
+    )
+    np.testing.assert_allclose(metrics["padding"], (1 - tokens / columns).mean(), rtol=1e-5)
+    assert columns.sum() < rows().mask_BT.size

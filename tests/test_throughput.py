@@ -26,7 +26,7 @@ def batch():
 
 
 def of(peak=1.0, devices=1, shared=2, epochs=1, forwards=0):
-    return make_throughput(tiny_config(), Peak(peak, ""), devices, shared, epochs, forwards)
+    return make_throughput(tiny_config(), Peak(peak, ""), devices, shared, epochs, forwards, False)
 
 
 @pytest.mark.parametrize("shared, expected", [(2, WORK), (1, EACH_ROW)])
