@@ -130,7 +130,7 @@ def over_vocabulary(shape):
 
 
 def test_the_decode_loop_moves_hidden_states_alone(step):
-    """Three times a layer and a token at most, and beside them some numbers a row, by which the
+    """Twice a layer and once more a token at most, and beside them some numbers a row, by which the
     devices of tp agree on the token; on fsdp alone whether any row is alive, and no more."""
     rows, loops = SLOTS // step.fsdp, [x for x in step.collectives("decode") if x.looped]
     assert loops and not any(over_vocabulary(x.shape) for x in loops)
@@ -193,8 +193,8 @@ def reductions(step, *shape):
 
 def test_gradients_are_reduced_once_a_microbatch(step):
     """A layer's when its backward pass ends: no gradient is ever held whole. Prompts and responses
-    are two passes over a layer, of which XLA's CPU compiler reduces each; and the head's is
-    reduced after each chunk of logits."""
+    are two passes over a layer, and XLA for a CPU reduces each, for a TPU their sum; the head's is
+    reduced after each chunk of logits, on a TPU too."""
     micros = MINIBATCHES * MICROBATCHES
     matrices = reductions(step, F // step.tp, D)
     assert 3 * L * micros <= matrices <= 2 * 3 * L * micros
@@ -278,7 +278,7 @@ def test_no_step_after_the_second_compiles(tmp_path, monkeypatch):
     settings = (
         "mesh.tp=2 steps=4 rollout.prompts=8 algo.group_size=4 learn.minibatch=4 score.workers=1 "
         "rollout.max_response=12 rollout.chunk=6 rollout.slots=16 eval.every=0 eval.problems=2 "
-        "eval.samples=1 optim.decay_start=0 optim.decay_end=0 checkpoint.every=99 kl.coef=0.1"
+        "eval.samples=1 optim.decay_start=0 optim.decay_end=0 checkpoint.every=99"
     ).split()
     seen = []
 

@@ -63,7 +63,7 @@ def test_samples_are_of_the_trained_distribution(attention, weights, prompts):
     )(params, jnp.asarray(rows), jnp.asarray(start))
     drift = np.abs(np.asarray(trained) - out.logp_BT)[out.mask_BT]
     assert out.mask_BT.sum() > P * N * T / 2 and -out.logp_BT[out.mask_BT].mean() > 0.5
-    assert drift.mean() < 0.03 and drift.max() < 0.5
+    assert drift.mean() < 0.03 and drift.max() < 0.3
 
 
 @pytest.mark.parametrize("attention", ATTENTION)
@@ -98,4 +98,4 @@ def test_an_update_is_that_of_float32(attention, weights, prompts):
     np.testing.assert_allclose(metrics["loss"], expected["loss"], rtol=0.02, atol=0.01)
     np.testing.assert_allclose(metrics["grad_norm"], expected["grad_norm"], rtol=0.05)
     cosine = exact @ step / np.linalg.norm(exact) / np.linalg.norm(step)
-    assert cosine > 0.99
+    assert cosine > 0.995
