@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fgrpo_jax import UserError, sharding, weights
+from fgrpo_jax import UserError, attention, sharding, weights
 from fgrpo_jax.layers import multiply
 from fgrpo_jax.layout import Layout, SamplerSettings, cache_bytes
 from fgrpo_jax.model import DTYPES, Cache, ModelConfig, Policy
@@ -148,10 +148,12 @@ def make_policy(x: Shape) -> Policy:
         x.vocab, x.hidden, x.layers, x.heads, x.kv_heads, x.hidden // x.heads, x.intermediate,
         1e6, 1e-6, tied=True,
     )  # fmt: skip
-    policy: Policy = Policy(config, DTYPES[x.dtype]())
+    dtype = DTYPES[x.dtype]()
+    backends = attention.resolve("auto", jax.default_backend(), dtype, config.head_size)
+    policy: Policy = Policy(config, dtype, backends=backends)
     if x.median:
         hazard = hazards(x.median, x.sigma, x.response)
-        policy = Mortal(config, policy.dtype, prompt=x.prompt, hazard=hazard)
+        policy = Mortal(config, dtype, backends=backends, prompt=x.prompt, hazard=hazard)
     return policy
 
 
@@ -188,7 +190,7 @@ def _measure(
 ) -> dict[str, Any]:
     prompts = prompts_of(x)
     key = jax.random.key(0, impl="threefry2x32")
-    layout = Layout.of(settings, x.prompts, x.prompt, ragged=False)
+    layout = Layout.of(settings, x.prompts, x.prompt, policy.backends[1] == "ragged")
     rows = layout.shards * layout.slots
     stream = make_sampler(policy, settings)
     progress: list[tuple[int, ...]] = []
@@ -236,6 +238,7 @@ def _measure(
         "shape": dataclasses.asdict(x),
         "device": jax.devices()[0].device_kind,
         "jax": jax.__version__,
+        "attention": policy.backends,
         "parameters": weight_bytes // jnp.dtype(policy.dtype).itemsize,
         "tokens": tokens,
         "mean_length": float(lengths.mean()),

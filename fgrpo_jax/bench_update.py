@@ -34,7 +34,8 @@ def measure(x: Shape, repeats: int, pack: int, share: bool) -> dict[str, Any]:
     """Of one minibatch of all rows, under GRPO with AdamW."""
     check(x)
     sampled = make_policy(x)  # whose responses have the lengths asked for
-    policy = Policy(sampled.config, sampled.dtype)
+    backends = ("xla", "xla") if pack else sampled.backends  # which alone knows packed rows
+    policy = Policy(sampled.config, sampled.dtype, backends=backends)
     c = config.default()
     c.algo.clip_low = c.algo.clip_high = 0.2
     c.algo.dual_clip, c.algo.aggregator = 3.0, "token_mean"
@@ -92,6 +93,7 @@ def measure(x: Shape, repeats: int, pack: int, share: bool) -> dict[str, Any]:
         "shape": dataclasses.asdict(x),
         "device": jax.devices()[0].device_kind,
         "jax": jax.__version__,
+        "attention": policy.backends,
         "tokens": tokens,
         "padding": padding,
         "pack": pack,

@@ -1,8 +1,9 @@
-"""Reads compiled programs: which collectives they have, inside loops and outside."""
+"""Reads compiled programs: their collectives, inside loops and outside, and their largest array."""
 
 import math
 import re
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 KINDS = "all-reduce all-gather reduce-scatter all-to-all collective-permute".split()
 BYTES = {"f64": 8, "f32": 4, "bf16": 2, "f16": 2, "pred": 1}
@@ -14,6 +15,9 @@ _CALLS = re.compile(
     r"|called_computations)=(\{[^}]*\}|%?[\w.\-]+)"
 )
 _TRIPS = re.compile(r'known_trip_count"?[:=]\s*\{"?n"?[:=]"?(\d+)')
+_FUSION = re.compile(r" fusion\(.* calls=%?([\w.\-]+)")
+_OPERATION = re.compile(r" = (\(.*?\)|\S+) ([\w\-]+)\(")  # "%name = f32[8]{0} add(...", or a tuple
+_MAKES_NOTHING = "parameter tuple get-tuple-element bitcast while conditional call".split()
 _CONSTANT = re.compile(r"%?([\w.\-]+) = [su]32\[\]\S* constant\((\d+)\)")
 _UPTO = re.compile(r"ROOT .* compare\(%?[\w.\-]+, %?([\w.\-]+)\), direction=LT")
 
@@ -38,12 +42,8 @@ def size(shape: str) -> list[int]:
     return found
 
 
-def collectives(text: str) -> dict[str, dict[str, dict[str, Any]]]:
-    """{"loops" or "outside": {kind: {"count", "largest", "times", "bytes"}}} of an HLO text.
-
-    count: how often it is written; times, and bytes in all: how often it runs, where loops' lengths
-    are known; others, as that over tokens, count as one turn.
-    """
+def _computations(text: str) -> tuple[str, dict[str, list[str]]]:
+    """The entry's name, and the lines of each computation."""
     lines: dict[str, list[str]] = {}
     entry = here = ""
     for line in text.splitlines():
@@ -54,9 +54,40 @@ def collectives(text: str) -> dict[str, dict[str, dict[str, Any]]]:
                 entry = here if head[1] else entry
         elif here:
             lines[here].append(line)
-    found: dict[str, dict[str, dict[str, Any]]] = {"loops": {}, "outside": {}}
+    return entry, lines
 
-    def visit(name: str, times: int, looped: bool) -> None:
+
+def largest(text: str) -> tuple[int, str]:
+    """Bytes of the largest array that an operation of an HLO text makes, and the operation's line.
+    What is inside a fusion is no array in memory, and arguments are made by nobody."""
+    _, lines = _computations(text)
+    fused = set(_FUSION.findall(text))
+    made = [
+        (max(size(match[1]), default=0), line.strip())
+        for name, body in lines.items()
+        if name not in fused
+        for line in body
+        if (match := _OPERATION.search(line)) and match[2] not in _MAKES_NOTHING
+    ]
+    return max(made, default=(0, ""))
+
+
+class Collective(NamedTuple):
+    """One operation."""
+
+    kind: str
+    shape: str  # of its result
+    bytes: int  # that it moves
+    looped: bool  # in a loop
+    times: int  # how often it runs, where loops' lengths are known; others count as one turn
+    line: str
+
+
+def each_collective(text: str) -> Iterator[Collective]:
+    """Those of an HLO text, as often as they are called."""
+    entry, lines = _computations(text)
+
+    def visit(name: str, times: int, looped: bool) -> Iterator[Collective]:
         for line in lines.get(name, ()):
             if match := _COLLECTIVE.search(line):
                 kind, sizes = match[2], size(match[1])
@@ -64,13 +95,7 @@ def collectives(text: str) -> dict[str, dict[str, dict[str, Any]]]:
                     kind = "reduce-scatter"
                 gathers = match[3] and kind != "all-reduce"  # the operand is in the tuple too
                 moved = max(sizes, default=0) if gathers else sum(sizes)
-                row = found["loops" if looped else "outside"].setdefault(
-                    kind, {"count": 0, "largest": 0, "times": 0, "bytes": 0}
-                )
-                row["count"] += 1
-                row["largest"] = max(row["largest"], moved)
-                row["times"] += times
-                row["bytes"] += times * moved
+                yield Collective(kind, match[1], moved, looped, times, line.strip())
                 continue
             calls = _CALLS.findall(line)
             turns = 1
@@ -80,7 +105,23 @@ def collectives(text: str) -> dict[str, dict[str, dict[str, Any]]]:
             for role, names in calls:
                 inside = role in ("body", "condition")
                 for child in re.findall(r"[\w.\-]+", names):
-                    visit(child, times * (turns if inside else 1), looped or inside)
+                    yield from visit(child, times * (turns if inside else 1), looped or inside)
 
-    visit(entry, 1, False)
+    yield from visit(entry, 1, False)
+
+
+def collectives(text: str) -> dict[str, dict[str, dict[str, Any]]]:
+    """{"loops" or "outside": {kind: {"count", "largest", "times", "bytes"}}} of an HLO text.
+
+    count: how often it is written; times, and bytes in all: how often it runs, as Collective's.
+    """
+    found: dict[str, dict[str, dict[str, Any]]] = {"loops": {}, "outside": {}}
+    for x in each_collective(text):
+        row = found["loops" if x.looped else "outside"].setdefault(
+            x.kind, {"count": 0, "largest": 0, "times": 0, "bytes": 0}
+        )
+        row["count"] += 1
+        row["largest"] = max(row["largest"], x.bytes)
+        row["times"] += x.times
+        row["bytes"] += x.times * x.bytes
     return found

@@ -5,13 +5,13 @@ python -m fgrpo_jax.prompts SOURCE prints what a run would see of a source.
 
 import argparse
 import dataclasses
+import importlib.util
 import json
 import pathlib
 import sys
-import zlib
 from collections.abc import Callable, Sequence
+from typing import Any
 
-import grain
 import numpy as np
 
 from fgrpo_jax import UserError, answers, config, forms, sources
@@ -88,6 +88,10 @@ def load(
         )
     parts = forms.parts(source)
     weights = tuple(p.weight for p in parts if p.weight is not None)
+    if weights and importlib.util.find_spec("grain") is None:
+        raise UserError(
+            f"{source} has weights, and grain mixes: pip install grain, or give no weights"
+        )
     sizes = np.bincount([part[index] for index in kept], minlength=len(parts)).tolist()
     for size, each in zip(sizes, parts, strict=True):
         if weights and not size:
@@ -185,18 +189,34 @@ def batch_at(prompts: PromptSet, step: int, size: int, seed: int, share: slice) 
     return prompts.batch(np.array([stream[int(i)] for i in positions]), positions)
 
 
-def _stream(prompts: PromptSet, seed: int) -> grain.MapDataset:
+class _Epochs(Sequence[int]):
+    """Endless indices: all of first .. first + size - 1 in each epoch, shuffled anew by the key."""
+
+    def __init__(self, first: int, size: int, *key: int):
+        self.first, self.size, self.key = first, size, key
+        self.orders: dict[int, np.ndarray] = {}
+
+    def __len__(self) -> int:
+        return 1 << 62
+
+    def __getitem__(self, index: Any) -> Any:
+        epoch, place = divmod(index, self.size)
+        if epoch not in self.orders:  # RandomState, whose numbers no version of numpy may change
+            self.orders[epoch] = np.random.RandomState([*self.key, epoch]).permutation(self.size)
+        return self.first + int(self.orders[epoch][place])
+
+
+def _stream(prompts: PromptSet, seed: int) -> Any:
     """Indices into the set, of any position; each source of a weighted mixture has its epochs."""
     if not prompts.weights:
-        return grain.MapDataset.range(len(prompts.problems)).seed(seed).shuffle().repeat()
-    ends = np.cumsum(prompts.sizes).tolist()
+        return _Epochs(0, len(prompts.problems), seed)
+    import grain  # mixes alone
+
+    firsts = np.cumsum(prompts.sizes) - prompts.sizes
     streams = [
-        # a seed of its own, for sources of equal size would be shuffled alike
-        grain.MapDataset.range(end - size, end)
-        .seed(zlib.crc32(f"{seed}/{number}".encode()))
-        .shuffle()
-        .repeat()
-        for number, (end, size) in enumerate(zip(ends, prompts.sizes, strict=True))
+        # a key of its own, for sources of equal size would be shuffled alike
+        grain.MapDataset.source(_Epochs(int(first), size, seed, number))
+        for number, (first, size) in enumerate(zip(firsts, prompts.sizes, strict=True))
     ]
     return grain.MapDataset.mix(streams, prompts.weights)
 

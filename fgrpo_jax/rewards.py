@@ -8,6 +8,7 @@ still lives. No jax here.
 
 import contextlib
 import dataclasses
+import importlib.util
 import json
 import math
 import os
@@ -221,6 +222,11 @@ class Scorer:
 
 def _check(reward: str) -> None:
     """UserError where a reward of that name cannot be had."""
+    if reward in judge.ALGEBRA and importlib.util.find_spec("math_verify") is None:
+        raise UserError(
+            f"reward is {reward!r}, which needs math-verify: pip install math-verify; or set "
+            "reward to number, which needs nothing"
+        )
     if reward in EXTRACT:
         return
     try:

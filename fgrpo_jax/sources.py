@@ -89,7 +89,10 @@ def _parquet(path: str) -> Iterator[dict[str, Any]]:
 
 def _tfds(rest: str) -> Iterator[dict[str, Any]]:
     """NAME[:CONFIG]/SPLIT of a known dataset, or FOLDER/SPLIT of one that lies in a folder."""
-    import tensorflow_datasets as tfds
+    try:
+        import tensorflow_datasets as tfds
+    except ModuleNotFoundError as error:
+        raise UserError(f"tfds:{rest} needs a package: pip install tensorflow-datasets") from error
 
     name, _, split = rest.rpartition("/")
     folder = pathlib.Path(name).expanduser()

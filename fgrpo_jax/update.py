@@ -172,7 +172,7 @@ def make_update(
         used = micros if batch.used_Z is None else batch.used_Z
         computed = jnp.float32(used) * size * columns
         if batch.width_ZZ is not None:
-            computed = jnp.float32(size) * jnp.array(s.widths)[batch.width_ZZ].sum()
+            computed = jnp.array(s.widths)[batch.width_ZZ].sum().astype(jnp.float32) * size
         (grads, slope), (total, sums, drift) = jax.lax.fori_loop(0, used, microbatch, zero)
         # optax multiplies its int32 count by floats, which strict promotion would refuse
         with jax.named_scope("optimizer"), jax.numpy_dtype_promotion("standard"):

@@ -1,4 +1,5 @@
-"""Runs a script that compiles for TPUs that are not here, where libtpu is installed."""
+"""Compiling for TPUs that are not here, where libtpu is installed: a test runs a script in a
+process of its own, which prints what XLA says of each program as a line of JSON."""
 
 import importlib.util
 import json
@@ -6,8 +7,11 @@ import os
 import pathlib
 import subprocess
 import sys
+import time
 
 import pytest
+
+from fgrpo_jax import hlo
 
 needs_libtpu = pytest.mark.skipif(
     importlib.util.find_spec("libtpu") is None, reason="needs libtpu: pip install 'jax[tpu]'"
@@ -33,3 +37,21 @@ def reports(script, *arguments):
     )
     assert done.returncode == 0, done.stderr[-3000:]
     return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+
+
+def report(name, lowered):
+    """Compiles it, and prints a line for the test."""
+    before = time.time()
+    compiled = lowered.compile()
+    memory, text = compiled.memory_analysis(), compiled.as_text()
+    line = dict(
+        name=name,
+        seconds=round(time.time() - before, 2),
+        temporaries=memory.temp_size_in_bytes,
+        arguments=memory.argument_size_in_bytes,
+        aliased=memory.alias_size_in_bytes,
+        peak=memory.peak_memory_in_bytes,
+        kernels=text.count("tpu_custom_call"),
+        collectives=[(x.kind, x.bytes) for x in hlo.each_collective(text)],
+    )
+    print(json.dumps(line), flush=True)

@@ -32,6 +32,13 @@ def tiny_config(**changes) -> ModelConfig:
     return ModelConfig(**(fields | changes))
 
 
+def pytest_collection_modifyitems(items):
+    if jax.default_backend() != "gpu":
+        for item in items:
+            if item.get_closest_marker("gpu"):
+                item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU: tests/gpu/check.sh"))
+
+
 @pytest.fixture(scope="session")
 def policy() -> Policy:
     return Policy(tiny_config())

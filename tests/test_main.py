@@ -291,3 +291,19 @@ def test_eight_devices_train_as_one(whole, tmp_path):
             assert eight[name] == one[name], name
         for name in ("loss", "entropy", "grad_norm"):
             assert eight[name] == pytest.approx(one[name], rel=1e-4, abs=1e-6), name
+
+
+def test_a_run_without_data_and_reward_packages(tmp_path):
+    """Neither grain nor tensorflow-datasets nor math-verify, in any process."""
+    absent = "grain tensorflow_datasets math_verify".split()
+    (tmp_path / "sitecustomize.py").write_text(
+        f"import sys\nfor name in {absent}:\n    sys.modules[name] = None\n"
+    )
+    path = os.pathsep.join([str(tmp_path), str(ROOT), os.environ.get("PYTHONPATH", "")])
+    line = command(tmp_path / "run", "steps=1", "checkpoint.every=1", "reward=number")
+    line += ["--config.optim.decay_start=0", "--config.optim.decay_end=0"]
+    out = subprocess.run(
+        line, cwd=ROOT, env=ENVIRONMENT | {"PYTHONPATH": path}, capture_output=True, text=True
+    )
+    assert out.returncode == 0, out.stderr
+    assert [record["step"] for record in metrics(tmp_path / "run")] == [1]

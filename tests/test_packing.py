@@ -183,7 +183,8 @@ def test_by_length_by_hand():
     length = np.array([5, 1, 0, 2, 3, 3, 8, 0])
     batch = LearnerBatch(
         tokens_BS=np.arange(8)[:, None], start_B=np.arange(8),
-        mask_BT=np.arange(8) < length[:, None], advantage_B=np.arange(8.0), sampler_logp_BT=np.zeros((8, 8)),
+        mask_BT=np.arange(8) < length[:, None], advantage_B=np.arange(8.0),
+        sampler_logp_BT=np.zeros((8, 8)),
     )  # fmt: skip
     out = by_length(batch, 2, 2, 2, (2, 4, 8))
     # of the first minibatch the second prompt is the shorter, and its first response

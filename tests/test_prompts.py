@@ -211,6 +211,14 @@ def test_sources_of_one_size_are_shuffled_apart():
     assert sorted(a) == sorted(b) == list(range(9)) and a != b
 
 
+def test_mixing_needs_grain_and_nothing_else_does(tmp_path, tiny, monkeypatch):
+    monkeypatch.setitem(sys.modules, "grain", None)
+    source = numbered(tmp_path, 12)
+    assert sorted(stream(load(source, tiny), [0], 12)) == sorted(map(str, range(12)))
+    with pytest.raises(UserError, match="has weights, and grain mixes: pip install grain, or give"):
+        load(f"0.5*{source}+0.5*{source}", tiny)
+
+
 def run(*arguments):
     command = [sys.executable, "-m", "fgrpo_jax.prompts", *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True)

@@ -19,6 +19,15 @@ def scorer():
         yield scorer
 
 
+@pytest.mark.parametrize("reward", ["math", "gsm8k"])
+def test_algebra_needs_math_verify(reward, monkeypatch):
+    monkeypatch.setitem(sys.modules, "math_verify", None)
+    with pytest.raises(UserError, match=f"reward is '{reward}', which needs math-verify: pip inst"):
+        Scorer(reward, 1, 1.0)
+    with Scorer("number", 1, 1.0) as scorer:
+        assert scorer.score([Problem("", "7")], ["it is 7"], [True])[0].correct
+
+
 def score(scorer, golds, responses):
     problems = [Problem("", gold) for gold in golds]
     return scorer.score(problems, responses, [True] * len(golds))

@@ -106,6 +106,9 @@ def test_arithmetic_is_as_ever():
 def test_what_is_not_installed_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "datasets", None)
     monkeypatch.setitem(sys.modules, "reasoning_gym", None)
+    monkeypatch.setitem(sys.modules, "tensorflow_datasets", None)
+    with pytest.raises(UserError, match="needs a package: pip install tensorflow-datasets"):
+        sources.read("tfds:gsm8k/train", "train")
     with pytest.raises(UserError, match="needs the package datasets: pip install datasets"):
         sources.read("hf:openai/gsm8k/test", "train")
     with pytest.raises(UserError, match=r"needs the extra tasks: pip install 'fgrpo_jax\[tasks\]'"):

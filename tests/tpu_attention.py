@@ -5,44 +5,26 @@ Run by test_attention.py in a process of its own: libtpu reads its settings from
         PYTHONPATH=. python tests/tpu_attention.py v5e:2x2 1,2,2
 """
 
-import json
 import sys
-import time
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jax.experimental import topologies
+from ahead_of_time import report
 
-from fgrpo_jax import sharding
+from fgrpo_jax import accelerators, programs, sharding
 from fgrpo_jax.attention import causal_attention, decode_attention
 
 HEADS = {"7B": (28, 4, 128), "0.5B": (14, 2, 64)}  # Q, K, H of Qwen2.5
 B, L = 16, 3
 
 
-def report(name, mesh, function, arguments, axes, donate=()):
+def lower(mesh, function, arguments, axes, donate=()):
     shapes = [
         jax.ShapeDtypeStruct(shape, dtype, sharding=sharding.activation(mesh, axis))
         for (shape, dtype), axis in zip(arguments, axes, strict=True)
     ]
-    before = time.time()
     with jax.set_mesh(mesh):
-        compiled = jax.jit(function, donate_argnums=donate).lower(*shapes).compile()
-    memory, text = compiled.memory_analysis(), compiled.as_text()
-    print(
-        json.dumps(
-            dict(
-                name=name,
-                seconds=round(time.time() - before, 2),
-                temporaries=memory.temp_size_in_bytes,
-                arguments=memory.argument_size_in_bytes,
-                kernels=text.count("tpu_custom_call"),
-                collectives=sum(text.count(f" all-{x}") for x in ("gather", "reduce", "to-all")),
-            )
-        ),
-        flush=True,
-    )
+        return jax.jit(function, donate_argnums=donate).lower(*shapes)
 
 
 def causal(name, mesh, T, S, backend="splash", heads=None):
@@ -56,7 +38,7 @@ def causal(name, mesh, T, S, backend="splash", heads=None):
     arguments = [((B, T, Q, H), bf16), *[((B, K, S, H), bf16)] * 2, ((B,), jnp.int32)]
     axes = ("BTQH", "BKSH", "BKSH", "B")
     label = f"{backend} {name} T={T} S={S}"
-    report(label, mesh, jax.grad(loss, (0, 1, 2)), arguments, axes)
+    report(label, lower(mesh, jax.grad(loss, (0, 1, 2)), arguments, axes))
 
 
 def decode(name, mesh, S, dtype=jnp.bfloat16, backend="ragged", heads=None):
@@ -94,16 +76,14 @@ def decode(name, mesh, S, dtype=jnp.bfloat16, backend="ragged", heads=None):
 
     arguments = [((B, Q, H), dtype), *[((L, B, K, S, H), dtype)] * 2, ((B,), jnp.int32)]
     label = f"{backend} {name} S={S} {jnp.dtype(dtype).name}"
-    report(label, mesh, loop, arguments, ("BQH", "LBKSH", "LBKSH", "B"), donate=(1, 2))
+    report(label, lower(mesh, loop, arguments, ("BQH", "LBKSH", "LBKSH", "B"), donate=(1, 2)))
 
 
 def main(topology, axes):
-    devices = topologies.get_topology_desc(topology, platform="tpu").devices
-    shape = tuple(map(int, axes.split(",")))
-    mesh = jax.sharding.Mesh(
-        np.array(devices).reshape(shape),
-        sharding.AXES,
-        axis_types=(jax.sharding.AxisType.Auto,) * 3,
+    devices = programs.devices(accelerators.topology(topology))
+    auto = (jax.sharding.AxisType.Auto,) * 3
+    mesh = jax.make_mesh(
+        tuple(map(int, axes.split(","))), sharding.AXES, axis_types=auto, devices=devices
     )
     for name, (_, K, _) in HEADS.items():
         if K % mesh.shape["tp"]:
