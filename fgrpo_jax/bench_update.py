@@ -2,13 +2,14 @@
 
 import dataclasses
 import json
+import math
 import time
 from typing import Any
 
 import jax
 import numpy as np
 
-from fgrpo_jax import config, sharding, weights
+from fgrpo_jax import UserError, config, sharding, validation, weights
 from fgrpo_jax.bench_sampler import SHAPES, STOP, Shape, check, make_policy, prompts_of
 from fgrpo_jax.layout import SamplerSettings
 from fgrpo_jax.model import Policy
@@ -23,14 +24,14 @@ from fgrpo_jax.timing import ceilings, peak_rss, timed
 from fgrpo_jax.update import UpdateSettings, abstract_state, init_state, make_update
 
 
-def run(shape: str, repeats: int, pack: int, share: bool, **changes: Any) -> None:
+def run(shape: str, repeats: int, pack: int, share: bool, widths: int, **changes: Any) -> None:
     """Prints one JSON object."""
     changes = {name: value for name, value in changes.items() if value is not None}
     x = dataclasses.replace(SHAPES[shape], **changes)
-    print(json.dumps(measure(x, repeats, pack, share), indent=1))
+    print(json.dumps(measure(x, repeats, pack, share, widths), indent=1))
 
 
-def measure(x: Shape, repeats: int, pack: int, share: bool) -> dict[str, Any]:
+def measure(x: Shape, repeats: int, pack: int, share: bool, widths: int) -> dict[str, Any]:
     """Of one minibatch of all rows, under GRPO with AdamW."""
     check(x)
     sampled = make_policy(x)  # whose responses have the lengths asked for
@@ -39,6 +40,9 @@ def measure(x: Shape, repeats: int, pack: int, share: bool) -> dict[str, Any]:
     c = config.default()
     c.algo.clip_low = c.algo.clip_high = 0.2
     c.algo.dual_clip, c.algo.aggregator = 3.0, "token_mean"
+    c.rollout.max_response, c.learn.widths = x.response, widths
+    if pack and widths > 1:
+        raise UserError("--pack and --widths exclude each other: packed rows have one width")
     mesh = sharding.make_mesh(1, jax.device_count(), 1)
     rows = x.prompts * x.samples
     schedule = make_schedule(c.optim, 1)
@@ -47,11 +51,14 @@ def measure(x: Shape, repeats: int, pack: int, share: bool) -> dict[str, Any]:
         x.samples, x.response, Sampling(), (STOP if x.median else x.vocab,), x.chunk, x.slots
     )
     stream, prompts = make_sampler(sampled, settings), prompts_of(x)
-    shared = x.samples if share and x.prompts % jax.device_count() == 0 else 1
+    # packing leaves some empty; rows of like length are a quarter of a group
+    micros = x.samples if pack else 4 * x.prompts if widths > 1 else 1
+    a_device = rows // micros // jax.device_count()
+    shared = math.gcd(x.samples, a_device) if share else 1
     with jax.set_mesh(mesh):
         abstract = abstract_state(policy, optimizer, mesh)
         state = init_state(policy.init(jax.random.key(0)), optimizer, abstract)
-        how = UpdateSettings(make_objective(c), 1.0, 1, 512, shared)
+        how = UpdateSettings(make_objective(c), 1.0, 1, 512, shared, validation.widths(c))
         update = make_update(policy, optimizer, schedule, how, abstract)
         decode_params = weights.make_decode_params(policy, mesh, x.unroll)
         key = jax.random.key(0, impl="threefry2x32")
@@ -67,8 +74,9 @@ def measure(x: Shape, repeats: int, pack: int, share: bool) -> dict[str, Any]:
             )  # fmt: skip
 
         def batch_of(rollouts: Rollouts) -> Any:
-            micros = x.samples if pack else 1  # of which packing leaves some empty
-            return learner_batch(rollouts, advantage_PN, 1, micros, mesh, pack=pack)
+            return learner_batch(
+                rollouts, advantage_PN, 1, micros, mesh, pack=pack, widths=how.widths, shared=shared
+            )
 
         def learn(batch: Any) -> Any:
             nonlocal state
@@ -97,6 +105,7 @@ def measure(x: Shape, repeats: int, pack: int, share: bool) -> dict[str, Any]:
         "tokens": tokens,
         "padding": padding,
         "pack": pack,
+        "widths": how.widths,
         "rows_a_prompt": shared,
         "update_cpu_s": update_cpu,
         "update_wall_s": update_wall,

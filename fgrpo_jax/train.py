@@ -314,6 +314,7 @@ def build(
             with_lengths=c.algo.aggregator == "lambda_grpo",
             pack=c.learn.pack,
             widths=settings.widths,
+            shared=settings.samples,
         ),
         update=lambda state, batch: update(state, batch, base),
         old_logprobs=lambda params, batch: old_logprobs(params, batch, base),
