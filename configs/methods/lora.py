@@ -1,4 +1,4 @@
-"""LoRA: adapters of rank 32 on all matrices of the layers; the model's own weights stay in bfloat16.
+"""LoRA: adapters of rank 32 on all matrices of the layers; the rest of the model stays as it is.
 Ten times the learning rate of all weights, since B starts at zero.
 
 python -m fgrpo_jax.main --config CONFIG --method configs/methods/lora.py
