@@ -14,3 +14,7 @@ Rows of a group are adjacent: row b is sample b % N of prompt b // N.
 
 class UserError(Exception):
     """A mistake in what the user gave: main prints it as one sentence and exits with code 2."""
+
+
+class Preempted(Exception):
+    """The run was asked to stop; nothing but work that is made again is lost."""

@@ -11,12 +11,12 @@ import numpy as np
 
 from fgrpo_jax import UserError, config, sharding, validation, weights
 from fgrpo_jax.bench_sampler import SHAPES, STOP, Shape, check, make_policy, prompts_of
+from fgrpo_jax.flops import Work, update_flop
 from fgrpo_jax.layout import SamplerSettings
 from fgrpo_jax.model import Policy
 from fgrpo_jax.objective import make_objective
 from fgrpo_jax.optimizer import make_optimizer, make_schedule
 from fgrpo_jax.rollouts import learner_batch
-from fgrpo_jax.roofline import Work, update_flop
 from fgrpo_jax.sampler import gather, make_sampler
 from fgrpo_jax.sampling import Sampling
 from fgrpo_jax.structs import Rollouts

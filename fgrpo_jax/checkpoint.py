@@ -19,6 +19,7 @@ class Checkpoints:
 
     def __init__(self, folder: pathlib.Path, keep: int):
         self.folder = folder
+        self.newest = -1  # the step of the last checkpoint that was saved or restored
         logging.getLogger("absl").setLevel(
             logging.ERROR
         )  # orbax reports each save in a dozen lines
@@ -30,9 +31,12 @@ class Checkpoints:
         )
 
     def save(self, state: TrainState, step: int) -> None:
-        """Returns when the checkpoint is whole on disk."""
+        """Returns when the checkpoint is whole on disk, at once if it is the newest there."""
+        if step == self.newest:
+            return
         content = {"state": state, "meta": {"checksums": checksums(state)}}
         self._store.save_checkpointables(step, content, force=True, overwrite=True)
+        self.newest = step
 
     def restore(self, abstract: TrainState) -> TrainState | None:
         """The newest whole checkpoint in the layout of `abstract` (shapes with shardings), or None
@@ -42,7 +46,9 @@ class Checkpoints:
         steps = sorted((checkpoint.step for checkpoint in self._store.checkpoints), reverse=True)
         for step in steps:
             try:
-                return self._load(step, abstract)
+                state = self._load(step, abstract)
+                self.newest = step
+                return state
             except Exception as error:
                 folder = self.folder / str(step)
                 print(f"checkpoint {folder} is damaged and passed over: {error}", file=sys.stderr)

@@ -16,7 +16,7 @@ from typing import Any
 
 import jax
 
-from fgrpo_jax import UserError, accelerators, config, roofline, sharding, validation
+from fgrpo_jax import UserError, accelerators, config, flops, roofline, sharding, validation
 from fgrpo_jax.hlo import collectives
 from fgrpo_jax.programs import build, devices, model_shape
 
@@ -150,7 +150,7 @@ def report(spec: dict[str, Any]) -> Iterator[dict[str, Any]]:
             "rollout.slots": job.slots,
         },
         "model": c.model.path,
-        "parameters": roofline.parameters(job.model),
+        "parameters": flops.parameters(job.model),
         "level": spec["level"],
         "versions": options[3:],
         "programs": programs,

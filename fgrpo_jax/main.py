@@ -9,14 +9,15 @@ from collections.abc import Callable, Sequence
 
 from rich.console import Console
 
-from fgrpo_jax import UserError, config
+from fgrpo_jax import Preempted, UserError, config
 from fgrpo_jax.config import Config
 
 Job = Callable[[Config, pathlib.Path, Console], object]
 
 
 def run(job: Job, description: str, argv: Sequence[str]) -> int:
-    """Reads the flags, runs the job, returns the exit code: 0 done, 2 a mistake of the user's."""
+    """Reads the flags, runs the job, returns the exit code: 0 done, 2 a mistake of the user's,
+    75 asked to stop, and saved."""
     parser = argparse.ArgumentParser(description=description, allow_abbrev=False)
     parser.add_argument("--config", required=True, help="Python file with get_config()")
     parser.add_argument(
@@ -38,6 +39,9 @@ def run(job: Job, description: str, argv: Sequence[str]) -> int:
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    except Preempted as error:
+        print(error, file=sys.stderr)
+        return 75  # EX_TEMPFAIL of sysexits.h
     except KeyboardInterrupt:
         print("interrupted: run the same command again to go on", file=sys.stderr)
         return 130

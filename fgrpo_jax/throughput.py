@@ -6,9 +6,9 @@ from typing import Any
 
 import jax
 
-from fgrpo_jax import accelerators, distributed, roofline, timing
+from fgrpo_jax import accelerators, distributed, flops, timing
+from fgrpo_jax.flops import Work
 from fgrpo_jax.layers import ModelConfig
-from fgrpo_jax.roofline import Work
 from fgrpo_jax.structs import LearnerBatch, Rollouts
 
 
@@ -86,12 +86,12 @@ def make_throughput(
 
     def metrics(seconds: dict[str, float], sampled: Work, learned: Work) -> dict[str, float]:
         done = {
-            "rollout": (sampled.tokens, roofline.forward_flop(model, sampled)),
+            "rollout": (sampled.tokens, flops.forward_flop(model, sampled)),
             "logprobs": (
-                forwards * learned.tokens, forwards * roofline.forward_flop(model, learned)
+                forwards * learned.tokens, forwards * flops.forward_flop(model, learned)
             ),
             "update": (
-                epochs * learned.tokens, epochs * roofline.update_flop(model, learned, frozen)
+                epochs * learned.tokens, epochs * flops.update_flop(model, learned, frozen)
             ),
         }  # fmt: skip
         out = {"tokens_per_s": sampled.tokens / seconds["step_s"]}

@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import json
 import pathlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -12,6 +12,7 @@ import numpy as np
 from rich.console import Console
 
 from fgrpo_jax import (
+    Preempted,
     UserError,
     adapters,
     attention,
@@ -41,6 +42,7 @@ from fgrpo_jax.layout import SamplerSettings
 from fgrpo_jax.metrics import Stopwatch
 from fgrpo_jax.model import DTYPES, Policy, shares_columns
 from fgrpo_jax.optimizer import make_optimizer, make_schedule
+from fgrpo_jax.preemption import Notice
 from fgrpo_jax.profiling import make_profile
 from fgrpo_jax.reference import make_reference
 from fgrpo_jax.rollouts import learner_batch, make_collect
@@ -79,6 +81,7 @@ def train(c: Config, workdir: pathlib.Path, console: Console) -> dict[str, Any]:
     """
     clock, watch = metrics.Clock(), metrics.Stopwatch()
     with contextlib.ExitStack() as stack:
+        notice = stack.enter_context(Notice())
         parts, state = build(c, workdir, console, stack, watch)
         first_step, draws, gamma = int(state.step), int(state.draws), c.algo.focal_gamma
         log = metrics.Journal(workdir / "metrics.jsonl", first_step)
@@ -87,28 +90,39 @@ def train(c: Config, workdir: pathlib.Path, console: Console) -> dict[str, Any]:
         bar = stack.enter_context(metrics.Bar(c.steps, first_step, console))
         eval_key, root_key = jax.random.split(jax.random.key(c.seed, impl="threefry2x32"))
 
+        def look(*progress: int) -> None:
+            notice.poll()
+            bar.watch(*progress)
+
+        @contextlib.contextmanager
+        def keeping(step: int) -> Iterator[None]:
+            """Saves what was learnt if this ends the run."""
+            try:
+                yield
+            except (UserError, Preempted):
+                parts.checkpoints.save(state, step)
+                raise
+
         def evaluate_once(step: int) -> None:
             if all(record["step"] != step for record in evals.records):
                 with watch("eval"):
                     params = parts.decode_params(state.params)
-                    result = parts.evaluate(params, eval_key, step, bar.watch)
+                    result = parts.evaluate(params, eval_key, step, look)
                 evals.write({"step": step, **result})
 
         profile = make_profile(forms.steps(c.profile.steps), workdir / "profile", watch)
         watch.lap()  # what building took is no step's
         for step in range(first_step, c.steps):
             if step == 0 or (c.eval.every and step % c.eval.every == 0):
-                evaluate_once(step)
+                with keeping(step):
+                    evaluate_once(step)
             key = jax.random.fold_in(root_key, step)
             with profile(step + 1):
-                with watch("rollout"):  # prompts -> tokens -> scores
-                    try:  # no name for the decode weights, which would keep them during the update
-                        rollouts, drawn, draws = parts.draw(
-                            parts.decode_params(state.params), draws, key, bar.watch
-                        )
-                    except UserError:
-                        parts.checkpoints.save(state, step)
-                        raise
+                with watch("rollout"), keeping(step):  # prompts -> tokens -> scores
+                    # no name for the decode weights, which would keep them during the update
+                    rollouts, drawn, draws = parts.draw(
+                        parts.decode_params(state.params), draws, key, look
+                    )
                 with watch("update"):
                     rollouts = parts.shape(rollouts)
                     weight_P = focal_weight(rollouts.correct_PN, gamma, rollouts.valid_PN)
@@ -138,7 +152,8 @@ def train(c: Config, workdir: pathlib.Path, console: Console) -> dict[str, Any]:
             if step + 1 == c.steps or (step + 1) % c.checkpoint.every == 0:
                 with watch("checkpoint"):
                     parts.checkpoints.save(state, step + 1)
-        evaluate_once(c.steps)
+        with keeping(c.steps):
+            evaluate_once(c.steps)
 
     parts.export(workdir / "policy", state.params)
     summary = {

@@ -12,11 +12,11 @@ import fgrpo_jax
 PACKAGE = pathlib.Path(fgrpo_jax.__file__).parent
 ROWS = [
     "structs sharding distributed numerics forms answers timing accelerators hlo",
-    "validation fields arithmetic ragged packing sampling",
+    "validation fields arithmetic ragged packing sampling preemption",
     "config cautions adapters attention advantages losses kl aggregators shaping pass_at_k "
     "tokenizer sources",
     "workdir layers optimizer prompts metrics objective estimators selection judge",
-    "model checkpoint rewards rlvr_dataset profiling",
+    "model checkpoint rewards rlvr_dataset profiling flops",
     "weights logprobs layout roofline",
     "slots export throughput",
     "sampler update",

@@ -5,6 +5,7 @@ import os
 import pathlib
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -124,6 +125,31 @@ def test_a_killed_run_goes_on_bit_for_bit(whole, tmp_path):
     for when in ("before", "after"):
         a, b = (json.loads((w / "summary.json").read_text())[when] for w in (workdir, whole[0]))
         assert a == b
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_run_that_is_asked_to_stop_saves_and_goes_on(whole, tmp_path, number):
+    """Asked after step 2, it saves what it has learnt, and no step is made twice."""
+    workdir = tmp_path / "run"
+    process = subprocess.Popen(
+        command(workdir, "checkpoint.every=100"), cwd=ROOT, env=ENVIRONMENT,
+        stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    file, deadline = workdir / "metrics.jsonl", time.monotonic() + 200
+    while not (file.exists() and file.read_text().count("\n") >= 2):
+        assert time.monotonic() < deadline and process.poll() is None
+        time.sleep(0.005)
+    process.send_signal(number)
+    _, stderr = process.communicate(timeout=60)
+    if process.returncode == 0:
+        pytest.skip("the machine was too slow to ask in time")
+    assert process.returncode == 75, stderr
+    assert "run the same command again" in stderr and "Traceback" not in stderr
+    done = max(int(path.name) for path in (workdir / "checkpoints").iterdir())
+    assert done == len(metrics(workdir)) >= 2
+    assert run(workdir, "checkpoint.every=100").returncode == 0
+    assert metrics(workdir) == metrics(whole[0])
+    assert checkpoint_sums(workdir, 6) == checkpoint_sums(whole[0], 6)
 
 
 def test_a_finished_run_only_reports(whole):

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from conftest import tiny_config
 
-from fgrpo_jax import roofline, sharding, throughput
+from fgrpo_jax import flops, sharding, throughput
 from fgrpo_jax.packing import pack
 from fgrpo_jax.rollouts import put_batch
 from fgrpo_jax.structs import LearnerBatch, Problem, Prompts, Rollouts
@@ -62,7 +62,7 @@ def test_rates_and_mfu_by_hand():
     # 2 layers of 32 x 8 x (2 x 4 + 2 x 2) + 3 x 32 x 64 = 9,216; a head of 48 x 32 = 1,536
     forward = 2 * (12 * 2 * 9216 + 7 * 1536) + 4 * 2 * 4 * 8 * 43
     seconds = {"rollout_s": 2.0, "logprobs_s": 0.5, "update_s": 4.0, "step_s": 7.0}
-    work = roofline.Work(*WORK)
+    work = flops.Work(*WORK)
     speed = of(peak=1e6, devices=2, epochs=3, forwards=2)
     out = speed.metrics(seconds, work, work)
     assert out == {
