@@ -21,20 +21,25 @@ from fgrpo_jax.sampling import Sampling
 from fgrpo_jax.structs import Rollouts
 from fgrpo_jax.timing import ceilings, peak_rss, timed
 from fgrpo_jax.update import UpdateSettings, abstract_state, init_state, make_update
+from fgrpo_jax.validation import need
 
 
-def run(shape: str, repeats: int, pack: int, share: bool, **changes: Any) -> None:
+def run(shape: str, repeats: int, pack: int, whole: bool, share: bool, **changes: Any) -> None:
     """Prints one JSON object."""
     changes = {name: value for name, value in changes.items() if value is not None}
     x = dataclasses.replace(SHAPES[shape], **changes)
-    print(json.dumps(measure(x, repeats, pack, share), indent=1))
+    print(json.dumps(measure(x, repeats, pack, whole, share), indent=1))
 
 
-def measure(x: Shape, repeats: int, pack: int, share: bool) -> dict[str, Any]:
+def measure(x: Shape, repeats: int, pack: int, whole: bool, share: bool) -> dict[str, Any]:
     """Of one minibatch of all rows, under GRPO with AdamW."""
     check(x)
+    longest = x.response + x.prompt * whole
+    need(not pack or pack >= longest, f"--pack is {pack}: it must be at least {longest}, or 0")
+    need(bool(pack) or not whole, "--whole is about packed rows: give --pack too")
     sampled = make_policy(x)  # whose responses have the lengths asked for
-    backends = ("xla", "xla") if pack else sampled.backends  # which alone knows packed rows
+    # prompts that several responses see are known to xla alone
+    backends = ("xla", "xla") if pack and not whole else sampled.backends
     policy = Policy(sampled.config, sampled.dtype, backends=backends)
     c = config.default()
     c.algo.clip_low = c.algo.clip_high = 0.2
@@ -50,7 +55,7 @@ def measure(x: Shape, repeats: int, pack: int, share: bool) -> dict[str, Any]:
     shared = x.samples if share and x.prompts % jax.device_count() == 0 else 1
     with jax.set_mesh(mesh):
         abstract = abstract_state(policy, optimizer, mesh)
-        state = init_state(policy.init(jax.random.key(0)), optimizer, abstract)
+        state = init_state(jax.jit(policy.init)(jax.random.key(0)), optimizer, abstract)
         how = UpdateSettings(make_objective(c), 1.0, 1, 512, shared)
         update = make_update(policy, optimizer, schedule, how, abstract)
         decode_params = weights.make_decode_params(policy, mesh, x.unroll)
@@ -68,7 +73,7 @@ def measure(x: Shape, repeats: int, pack: int, share: bool) -> dict[str, Any]:
 
         def batch_of(rollouts: Rollouts) -> Any:
             micros = x.samples if pack else 1  # of which packing leaves some empty
-            return learner_batch(rollouts, advantage_PN, 1, micros, mesh, pack=pack)
+            return learner_batch(rollouts, advantage_PN, 1, micros, mesh, pack=pack, whole=whole)
 
         def learn(batch: Any) -> Any:
             nonlocal state
@@ -83,6 +88,10 @@ def measure(x: Shape, repeats: int, pack: int, share: bool) -> dict[str, Any]:
         times = timed(
             {"update": lambda: learn(batch), "step": lambda: learn(batch_of(sample()))}, repeats
         )
+    own, responses = batch.tokens_BS.shape[-1], batch.mask_BT.shape[-1]
+    computed = rows * responses + rows // shared * (own - responses)
+    if pack:
+        computed = int(batch.used_Z.sum()) * batch.tokens_BS.shape[2] * own
     limits = ceilings(dtype=policy.dtype)
     tokens = int(rollouts.mask_BT.sum())
     length_RM = rollouts.mask_BT.sum(axis=1).reshape(-1, shared)
@@ -95,8 +104,10 @@ def measure(x: Shape, repeats: int, pack: int, share: bool) -> dict[str, Any]:
         "jax": jax.__version__,
         "attention": policy.backends,
         "tokens": tokens,
+        "columns": computed,  # of prompts and responses
         "padding": padding,
         "pack": pack,
+        "whole": whole,
         "rows_a_prompt": shared,
         "update_cpu_s": update_cpu,
         "update_wall_s": update_wall,
