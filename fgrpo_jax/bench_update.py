@@ -2,13 +2,14 @@
 
 import dataclasses
 import json
+import math
 import time
 from typing import Any
 
 import jax
 import numpy as np
 
-from fgrpo_jax import config, sharding, weights
+from fgrpo_jax import config, sharding, validation, weights
 from fgrpo_jax.bench_sampler import SHAPES, STOP, Shape, check, make_policy, prompts_of
 from fgrpo_jax.layout import SamplerSettings
 from fgrpo_jax.model import Policy
@@ -24,14 +25,18 @@ from fgrpo_jax.update import UpdateSettings, abstract_state, init_state, make_up
 from fgrpo_jax.validation import need
 
 
-def run(shape: str, repeats: int, pack: int, whole: bool, share: bool, **changes: Any) -> None:
+def run(
+    shape: str, repeats: int, pack: int, whole: bool, share: bool, widths: int, **changes: Any
+) -> None:
     """Prints one JSON object."""
     changes = {name: value for name, value in changes.items() if value is not None}
     x = dataclasses.replace(SHAPES[shape], **changes)
-    print(json.dumps(measure(x, repeats, pack, whole, share), indent=1))
+    print(json.dumps(measure(x, repeats, pack, whole, share, widths), indent=1))
 
 
-def measure(x: Shape, repeats: int, pack: int, whole: bool, share: bool) -> dict[str, Any]:
+def measure(
+    x: Shape, repeats: int, pack: int, whole: bool, share: bool, widths: int
+) -> dict[str, Any]:
     """Of one minibatch of all rows, under GRPO with AdamW."""
     check(x)
     longest = x.response + x.prompt * whole
@@ -44,6 +49,8 @@ def measure(x: Shape, repeats: int, pack: int, whole: bool, share: bool) -> dict
     c = config.default()
     c.algo.clip_low = c.algo.clip_high = 0.2
     c.algo.dual_clip, c.algo.aggregator = 3.0, "token_mean"
+    c.rollout.max_response, c.learn.widths = x.response, widths
+    need(not pack or widths == 1, "--pack and --widths exclude each other: packed rows have one")
     mesh = sharding.make_mesh(1, jax.device_count(), 1)
     rows = x.prompts * x.samples
     schedule = make_schedule(c.optim, 1)
@@ -52,11 +59,14 @@ def measure(x: Shape, repeats: int, pack: int, whole: bool, share: bool) -> dict
         x.samples, x.response, Sampling(), (STOP if x.median else x.vocab,), x.chunk, x.slots
     )
     stream, prompts = make_sampler(sampled, settings), prompts_of(x)
-    shared = x.samples if share and x.prompts % jax.device_count() == 0 else 1
+    # packing leaves some empty; rows of like length are a quarter of a group
+    micros = x.samples if pack else 4 * x.prompts if widths > 1 else 1
+    a_device = rows // micros // jax.device_count()
+    shared = math.gcd(x.samples, x.samples if pack else a_device) if share and not whole else 1
     with jax.set_mesh(mesh):
         abstract = abstract_state(policy, optimizer, mesh)
         state = init_state(jax.jit(policy.init)(jax.random.key(0)), optimizer, abstract)
-        how = UpdateSettings(make_objective(c), 1.0, 1, 512, shared)
+        how = UpdateSettings(make_objective(c), 1.0, 1, 512, shared, validation.widths(c))
         update = make_update(policy, optimizer, schedule, how, abstract)
         decode_params = weights.make_decode_params(policy, mesh, x.unroll)
         key = jax.random.key(0, impl="threefry2x32")
@@ -72,8 +82,10 @@ def measure(x: Shape, repeats: int, pack: int, whole: bool, share: bool) -> dict
             )  # fmt: skip
 
         def batch_of(rollouts: Rollouts) -> Any:
-            micros = x.samples if pack else 1  # of which packing leaves some empty
-            return learner_batch(rollouts, advantage_PN, 1, micros, mesh, pack=pack, whole=whole)
+            return learner_batch(
+                rollouts, advantage_PN, 1, micros, mesh, pack=pack, whole=whole,
+                widths=how.widths, shared=shared,
+            )  # fmt: skip
 
         def learn(batch: Any) -> Any:
             nonlocal state
@@ -88,10 +100,11 @@ def measure(x: Shape, repeats: int, pack: int, whole: bool, share: bool) -> dict
         times = timed(
             {"update": lambda: learn(batch), "step": lambda: learn(batch_of(sample()))}, repeats
         )
-    own, responses = batch.tokens_BS.shape[-1], batch.mask_BT.shape[-1]
-    computed = rows * responses + rows // shared * (own - responses)
+    micro_rows, S = batch.tokens_BS.shape[2:]
+    used_ZZ = np.zeros((1, micros), int) if batch.width_ZZ is None else np.array(batch.width_ZZ)
+    computed = micro_rows * int(np.array(how.widths)[used_ZZ].sum()) + rows // shared * x.prompt
     if pack:
-        computed = int(batch.used_Z.sum()) * batch.tokens_BS.shape[2] * own
+        computed = int(batch.used_Z.sum()) * micro_rows * S
     limits = ceilings(dtype=policy.dtype)
     tokens = int(rollouts.mask_BT.sum())
     length_RM = rollouts.mask_BT.sum(axis=1).reshape(-1, shared)
@@ -108,6 +121,7 @@ def measure(x: Shape, repeats: int, pack: int, whole: bool, share: bool) -> dict
         "padding": padding,
         "pack": pack,
         "whole": whole,
+        "widths": how.widths,
         "rows_a_prompt": shared,
         "update_cpu_s": update_cpu,
         "update_wall_s": update_wall,

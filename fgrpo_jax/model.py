@@ -14,7 +14,7 @@ from fgrpo_jax import UserError, adapters, attention
 from fgrpo_jax.adapters import Lora
 from fgrpo_jax.layers import Layer, ModelConfig, Past, RMSNorm, Turn, make_turn, multiply
 from fgrpo_jax.numerics import MASKED
-from fgrpo_jax.sharding import constrain
+from fgrpo_jax.sharding import constrain, shards
 from fgrpo_jax.validation import Config
 
 
@@ -233,13 +233,14 @@ class Policy:
         return make_turn(jnp.maximum(position_BT, 0), c.head_size, c.rope_theta)
 
     def _embed(self, params: Any, token_BT: Array) -> Array:
-        # cast, then gathered whole rows: a table split over the devices that share rows would be
-        # read by adding up hidden states of all rows
-        weight_VD = jax.lax.optimization_barrier(
-            params["embed_tokens"]["weight"].astype(self.dtype)
-        )
-        weight_VD = constrain(weight_VD, "VD")
-        x_BTD = weight_VD[token_BT]
+        weight_VD = params["embed_tokens"]["weight"]
+        if shards("fsdp") > 1:
+            # gathered whole, or hidden states of all rows would be added up over all devices; and
+            # cast before that, which XLA would swap but for the barrier
+            if weight_VD.dtype != self.dtype:
+                weight_VD = jax.lax.optimization_barrier(weight_VD.astype(self.dtype))
+            weight_VD = constrain(weight_VD, "VD")
+        x_BTD = weight_VD[token_BT].astype(self.dtype)
         return constrain(x_BTD, self._stream(token_BT.shape[1]))
 
     def _norm(self, params: Any, x_BTD: Array) -> Array:

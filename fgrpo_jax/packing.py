@@ -23,22 +23,32 @@ BY_TOKEN = "mask_BT sampler_logp_BT drawn_logp_BT ref_logp_BT old_logp_BT".split
 
 
 def by_length(
-    batch: LearnerBatch, samples: int, minibatches: int, microbatches: int, widths: tuple[int, ...]
+    batch: LearnerBatch,
+    samples: int,
+    shared: int,
+    minibatches: int,
+    microbatches: int,
+    widths: tuple[int, ...],
 ) -> LearnerBatch:
     """The rows of this host, those of each minibatch ordered by length, with width_ZZ: of each
     microbatch the first of the ascending widths that all its rows fit in, on every host.
 
-    samples: rows that have one prompt, and stay adjacent.
+    Args:
+        samples: adjacent rows that have one prompt.
+        shared: so many of those, which it divides, stay adjacent: a device computes their prompt
+            once. They are those of a prompt that are most alike in length.
     """
-    length_ZPN = batch.mask_BT.sum(axis=1).reshape(minibatches, -1, samples)
-    own_ZPN = np.argsort(length_ZPN, axis=2, kind="stable")
-    prompt_ZP = np.argsort(length_ZPN.max(axis=2), axis=1, kind="stable")
-    first_ZP = np.arange(prompt_ZP.size).reshape(prompt_ZP.shape) * samples
-    row_ZPN = np.take_along_axis(first_ZP[..., None] + own_ZPN, prompt_ZP[..., None], axis=1)
-    batch = jax.tree.map(lambda x: x[row_ZPN.reshape(-1)], batch)
+    order = lambda length: np.argsort(length, axis=-1, kind="stable")
+    length_PN = batch.mask_BT.sum(axis=1).reshape(-1, samples)
+    row_PN = order(length_PN) + np.arange(len(length_PN))[:, None] * samples
+    row_ZUM = row_PN.reshape(minibatches, -1, shared)
+    longest_ZU = length_PN.reshape(-1)[row_ZUM].max(axis=2)
+    row_ZUM = np.take_along_axis(row_ZUM, order(longest_ZU)[..., None], axis=1)
+    batch = jax.tree.map(lambda x: x[row_ZUM.reshape(-1)], batch)
     length_ZZB = batch.mask_BT.sum(axis=1).reshape(minibatches, microbatches, -1)
     longest_ZZ = distributed.largest(length_ZZB.max(axis=2))
-    return dataclasses.replace(batch, width_ZZ=np.searchsorted(widths, longest_ZZ).astype(np.int32))
+    width_ZZ = np.searchsorted(widths, longest_ZZ).astype(np.int32)
+    return dataclasses.replace(batch, width_ZZ=width_ZZ)
 
 
 def at_width(

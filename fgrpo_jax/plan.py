@@ -123,7 +123,7 @@ def parts(r: Report) -> Rows:
     rows = [
         [name, _gib(p[key]), when]
         for name, key, when in (
-            ("parameters, float32", "parameters", "always"),
+            ("parameters", "parameters", "always"),
             ("optimizer state", "optimizer", "always"),
             ("reference weights", "reference", "always"),
             ("decode weights", "decode weights", "rollout"),

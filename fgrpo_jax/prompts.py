@@ -194,16 +194,17 @@ class _Epochs(Sequence[int]):
 
     def __init__(self, first: int, size: int, *key: int):
         self.first, self.size, self.key = first, size, key
-        self.orders: dict[int, np.ndarray] = {}
+        self.epoch, self.order = -1, np.empty(0, int)  # the last that was asked for
 
     def __len__(self) -> int:
         return 1 << 62
 
     def __getitem__(self, index: Any) -> Any:
         epoch, place = divmod(index, self.size)
-        if epoch not in self.orders:  # RandomState, whose numbers no version of numpy may change
-            self.orders[epoch] = np.random.RandomState([*self.key, epoch]).permutation(self.size)
-        return self.first + int(self.orders[epoch][place])
+        if epoch != self.epoch:  # RandomState's numbers no version of numpy may change
+            random = np.random.RandomState([*self.key, epoch])
+            self.epoch, self.order = epoch, random.permutation(self.size)
+        return self.first + int(self.order[place])
 
 
 def _stream(prompts: PromptSet, seed: int) -> Any:

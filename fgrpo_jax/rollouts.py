@@ -96,6 +96,7 @@ def learner_batch(
     pack: int = 0,
     whole: bool = False,
     widths: tuple[int, ...] = (),
+    shared: int = 1,
 ) -> LearnerBatch:
     """The rows of all hosts on the mesh, each split as [minibatches, microbatches, rows].
 
@@ -105,7 +106,7 @@ def learner_batch(
         pack: response columns of a packed row; 0: every row is a response.
         whole: whether packed rows hold whole sequences, as packing.pack's.
         widths: response columns that the update is compiled for, ascending; with several, rows
-            of like length share a microbatch.
+            of like length share a microbatch, and `shared` rows of a prompt stay adjacent.
     """
     samples = rollouts.tokens_BT.shape[0] // rollouts.prompts.tokens_PC.shape[0]
     tokens_PC, length_P = rollouts.prompts.tokens_PC, rollouts.prompts.length_P
@@ -133,7 +134,7 @@ def learner_batch(
         batch = packing.pack(batch, samples, minibatches, micro_rows, pack, whole)
         microbatches = len(batch.part_Bs) // (minibatches * micro_rows)
     elif len(widths) > 1:
-        batch = packing.by_length(batch, samples, minibatches, microbatches, widths)
+        batch = packing.by_length(batch, samples, shared, minibatches, microbatches, widths)
     return put_batch(batch, minibatches, microbatches, mesh)
 
 

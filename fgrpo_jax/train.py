@@ -314,6 +314,7 @@ def build(
             pack=c.learn.pack,
             whole=attention.packs_whole(backends[0]),
             widths=settings.widths,
+            shared=settings.samples,
         ),
         update=lambda state, batch: update(state, batch, base),
         old_logprobs=lambda params, batch: old_logprobs(params, batch, base),

@@ -116,6 +116,7 @@ def validate(c: Config) -> Config:
         need(flat[key] >= 0, f"{key} is {flat[key]}: it must not be below 0")
     for key in AT_MOST_1:
         need(flat[key] <= 1, f"{key} is {flat[key]}: it must be at most 1")
+    need(c.seed < 2**32, f"seed is {c.seed}: it must be below 2 ** 32")
     need(c.mesh.fsdp > 0 or c.mesh.fsdp == -1, "mesh.fsdp must be above 0, or -1 for all devices")
     _check_adapters(c)
     _check_data(c)

@@ -97,6 +97,6 @@ def test_the_update_s_json(flags, monkeypatch, capsys):
     assert out["tokens"] == 8 * 2 * 6 and out["padding"] == pytest.approx(0, abs=1e-6)
     columns = 8 * 2 * 6 + 8 * 4 * (1 if flags == "" else 2)
     assert out["columns"] == columns
-    assert out["rows_a_prompt"] == (1 if flags == "--no-share" else 2)
+    assert out["rows_a_prompt"] == (1 if flags in ("--no-share", "--pack 10 --whole") else 2)
     for name in "update_cpu_s step_cpu_s share_of_matmul_ceiling first_update_s".split():
         assert out[name] > 0, name

@@ -78,7 +78,7 @@ def update(
             micros = len(batch.part_Bs) // (2 * micro_rows)
             assert micros >= max(batch.used_Z)
         elif widths:
-            batch = by_length(batch, M, 2, micros, widths)
+            batch = by_length(batch, M, samples, 2, micros, widths)
         state = init_state(params, optimizer, abstract)
         batch = put_batch(batch, 2, micros, mesh)
         batch = make_old_logprobs(policy, settings, mesh)(state.params, batch)
@@ -213,8 +213,11 @@ def test_unpacking_is_the_way_back(columns, whole):
 @pytest.mark.parametrize("name", OBJECTIVES)
 def test_microbatches_of_like_length_give_the_same_update(policy, params, name):
     plain = update(policy, params, OBJECTIVES[name], epochs=2)
-    ordered = update(policy, params, OBJECTIVES[name], M, epochs=2, micro_rows=4, widths=(3, 6, T))
-    same(ordered, plain)
+    for shared in (2, M):
+        ordered = update(
+            policy, params, OBJECTIVES[name], shared, epochs=2, micro_rows=4, widths=(3, 6, T)
+        )
+        same(ordered, plain)
 
 
 def test_devices_change_nothing_by_length(policy, params):
@@ -234,9 +237,12 @@ def test_by_length_by_hand():
         mask_BT=np.arange(8) < length[:, None], advantage_B=np.arange(8.0),
         sampler_logp_BT=np.zeros((8, 8)),
     )  # fmt: skip
-    out = by_length(batch, 2, 2, 2, (2, 4, 8))
+    out = by_length(batch, 2, 2, 2, 2, (2, 4, 8))
     # of the first minibatch the second prompt is the shorter, and its first response
     np.testing.assert_array_equal(out.start_B, [2, 3, 1, 0, 4, 5, 7, 6])
+    alone = by_length(batch, 2, 1, 2, 2, (2, 4, 8))  # each row for itself
+    np.testing.assert_array_equal(alone.mask_BT.sum(axis=1), [0, 1, 2, 5, 0, 3, 3, 8])
+    np.testing.assert_array_equal(alone.width_ZZ, [[0, 2], [1, 2]])
     np.testing.assert_array_equal(out.mask_BT.sum(axis=1), [0, 2, 1, 5, 3, 3, 0, 8])
     np.testing.assert_array_equal(out.width_ZZ, [[0, 2], [1, 2]])  # 2 and 5; 3 and 8 columns
     np.testing.assert_array_equal(out.tokens_BS[:, 0], out.start_B)
@@ -244,7 +250,7 @@ def test_by_length_by_hand():
 
 def test_padding_counts_the_columns_that_were_computed(policy, params):
     tokens = rows().mask_BT.reshape(2, -1).sum(axis=1)
-    out = by_length(rows(), M, 2, 4, (3, 6, T))
+    out = by_length(rows(), M, M, 2, 4, (3, 6, T))
     columns = np.array([3, 6, T])[out.width_ZZ].sum(axis=1) * 4  # rows of a microbatch
     _, _, metrics = update(
         policy, params, OBJECTIVES["token_mean"], M, micro_rows=4, widths=(3, 6, T)

@@ -130,6 +130,7 @@ def test_model_flop_by_hand():
     assert forward == 45952
     assert roofline.forward_flop(TINY, work) == forward
     assert roofline.update_flop(TINY, work) == 3 * forward
+    assert roofline.update_flop(TINY, work, frozen=True) == 2 * forward
 
 
 def test_decode_by_hand():
