@@ -28,30 +28,37 @@ SPLASH_BLOCK = 512  # columns, at most
 KEPT = "attention"  # checkpoint_name of what a backward pass needs of causal_attention's forward
 
 
-def resolve(attention: str, platform: str, dtype: Any, head_size: int) -> tuple[str, str]:
+def resolve(
+    attention: str, platform: str, dtype: Any, head_size: int, packed: bool = False
+) -> tuple[str, str]:
     """The backends of (causal_attention, decode_attention) for the value of model.attention.
 
-    platform: as jax.default_backend() names it. dtype: of computation. Raises UserError where
-    the attention that is named cannot run.
+    platform: as jax.default_backend() names it. dtype: of computation. packed: whether rows are.
+    Raises UserError where the attention that is named cannot run.
     """
     pairs = {"splash": ("splash", "ragged"), "cudnn": ("cudnn", "xla"), "xla": ("xla", "xla")}
+    obstacle = functools.partial(
+        _obstacle, platform=platform, dtype=jnp.dtype(dtype), head_size=head_size, packed=packed
+    )
     if attention == "auto":
-        fits = (kernel for kernel in pairs if not _obstacle(kernel, platform, dtype, head_size))
-        return pairs[next(fits)]
+        return pairs[next(kernel for kernel in pairs if not obstacle(kernel))]
     if attention not in ATTENTION:
         raise UserError(
             f"model.attention is {attention!r}: it must be one of {', '.join(ATTENTION)}"
         )
-    if obstacle := _obstacle(attention, platform, dtype, head_size):
-        raise UserError(
-            f"model.attention is {attention!r}, which {obstacle}: set it to auto or to xla"
-        )
+    if why := obstacle(attention):
+        raise UserError(f"model.attention is {attention!r}, which {why}: set it to auto or to xla")
     return pairs[attention]
 
 
-def _obstacle(attention: str, platform: str, dtype: Any, head_size: int) -> str:
+def packs_whole(backend: str) -> bool:
+    """Whether packed rows must hold sequences whole, each with its own prompt: the kernel knows
+    segments that see nothing of each other, and no prompt that several of them see."""
+    return backend == "splash"
+
+
+def _obstacle(attention: str, platform: str, dtype: Any, head_size: int, packed: bool) -> str:
     """Why a kernel cannot run here; empty where it can."""
-    dtype = jnp.dtype(dtype)
     if attention == "splash" and platform != "tpu":
         return f"needs a TPU and this is a {platform}"
     if attention == "splash" and head_size % 64:
@@ -62,6 +69,8 @@ def _obstacle(attention: str, platform: str, dtype: Any, head_size: int) -> str:
         return f"takes head sizes up to 128 that 8 divides and the model's is {head_size}"
     if attention == "cudnn" and dtype not in (jnp.bfloat16, jnp.float16):
         return f"needs model.dtype bfloat16 and it is {dtype.name}"
+    if attention == "cudnn" and packed:
+        return "knows no packed rows, and learn.pack is set"
     return ""
 
 
@@ -100,19 +109,25 @@ def causal_attention(
 ) -> Float[Array, "B T Q H"]:
     """Attention of the last T of S columns: the query at column j sees columns start .. j.
 
-    part_BT: of packed rows ("xla" alone): of the last T columns it sees those of its own part.
+    part_BT: of packed rows: of the last T columns it sees those of its own part, 0 being one too.
+    "splash" takes it where T is S, and then reads no start; "cudnn" knows none.
 
     softmax(q kᵀ / √H) v, the softmax in float32. backend: "xla", "splash" (TPU) or "cudnn"
     (GPU). What comes out before a row's start is finite and means nothing: no loss may read it.
     """
     if backend == "xla":
         return checkpoint_name(_causal_xla(q_BTQH, k_BKSH, v_BKSH, start_B, part_BT), KEPT)
-    if part_BT is not None:
-        raise ValueError(f"attention {backend} knows no packed rows")
-    kernel = {"splash": _causal_splash, "cudnn": _causal_cudnn}[backend]
-    in_axes = ("BTQH", "BKSH", "BKSH", "B")
-    out_BTQH = sharding.local(kernel, in_axes, "BTQH")(q_BTQH, k_BKSH, v_BKSH, start_B)
-    return out_BTQH if backend == "splash" else checkpoint_name(out_BTQH, KEPT)
+    S = k_BKSH.shape[2]
+    if part_BT is not None and (backend != "splash" or part_BT.shape[1] != S):
+        raise ValueError(f"attention {backend} knows no such packed rows")
+    if backend == "splash":
+        segment_BS = part_BT
+        if segment_BS is None:  # padding is a segment of its own
+            segment_BS = (jnp.arange(S)[None] >= start_B[:, None]).astype(jnp.int32)
+        splash_local = sharding.local(_causal_splash, ("BTQH", "BKSH", "BKSH", "BT"), "BTQH")
+        return splash_local(q_BTQH, k_BKSH, v_BKSH, segment_BS)
+    cudnn = sharding.local(_causal_cudnn, ("BTQH", "BKSH", "BKSH", "B"), "BTQH")
+    return checkpoint_name(cudnn(q_BTQH, k_BKSH, v_BKSH, start_B), KEPT)
 
 
 def _causal_xla(q_BTQH, k_BKSH, v_BKSH, start_B, part_BT):
@@ -132,7 +147,7 @@ def _splash_block(columns: int) -> int:
     return LANES * pl.cdiv(pl.cdiv(columns, pl.cdiv(columns, SPLASH_BLOCK)), LANES)
 
 
-def _causal_splash(q_BTQH, k_BKSH, v_BKSH, start_B):
+def _causal_splash(q_BTQH, k_BKSH, v_BKSH, segment_BS):
     (B, T, Q, H), (_, K, S, _) = q_BTQH.shape, k_BKSH.shape
     G, block_T, block_S = Q // K, _splash_block(T), _splash_block(S)
     # more padding on the left makes both lengths whole blocks and leaves the queries last
@@ -142,8 +157,8 @@ def _causal_splash(q_BTQH, k_BKSH, v_BKSH, start_B):
     scaled_BTQH = (q_BTQH.astype(jnp.float32) * H**-0.5).astype(q_BTQH.dtype)
     q_BKGTH = pad(scaled_BTQH.reshape(B, T, K, G, H).transpose(0, 2, 3, 1, 4), pad_T)
     k_BKSH, v_BKSH = pad(k_BKSH, pad_S), pad(v_BKSH, pad_S)
-    # padding is a segment of its own: each column sees itself at least, so no softmax is empty
-    segment_BS = (jnp.arange(whole_S)[None] >= start_B[:, None] + pad_S).astype(jnp.int32)
+    # each column, this padding too, sees itself at least, so no softmax is empty
+    segment_BS = jnp.pad(segment_BS, [(0, 0), (pad_S, 0)])
     segments = splash.SegmentIds(segment_BS[:, -whole_T:], segment_BS)
     causal = splash_attention_mask.CausalMask((whole_T, whole_S), offset=whole_S - whole_T)
     one_key_head = splash.make_splash_mqa(

@@ -24,6 +24,7 @@ def main(argv: list[str]) -> int:
         for name, options in bench_sampler.FLAGS.items():
             part.add_argument(f"--{name}", **options)
     update.add_argument("--pack", type=int, default=0, help="as learn.pack")
+    update.add_argument("--whole", action="store_true", help="pack prompts with their responses")
     update.add_argument("--widths", type=int, default=1, help="as learn.widths")
     update.add_argument(
         "--share",

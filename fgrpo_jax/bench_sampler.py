@@ -178,10 +178,12 @@ def measure(x: Shape, repeats: int) -> dict[str, Any]:
     mesh = sharding.make_mesh(1, jax.device_count(), 1)
     with jax.set_mesh(mesh):
         unstack = weights.make_decode_params(policy, mesh, unroll=True)
-        params = unstack(policy.init(jax.random.key(0)))
+        params = unstack(jax.jit(policy.init)(jax.random.key(0)))
         unrolled = params
         if not x.unroll:
-            params = weights.make_decode_params(policy, mesh)(policy.init(jax.random.key(0)))
+            params = weights.make_decode_params(policy, mesh)(
+                jax.jit(policy.init)(jax.random.key(0))
+            )
         return _measure(x, repeats, policy, settings, params, unrolled)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from fgrpo_jax import UserError, config, sharding, validation, weights
+from fgrpo_jax import config, sharding, validation, weights
 from fgrpo_jax.bench_sampler import SHAPES, STOP, Shape, check, make_policy, prompts_of
 from fgrpo_jax.flops import Work, update_flop
 from fgrpo_jax.layout import SamplerSettings
@@ -22,27 +22,35 @@ from fgrpo_jax.sampling import Sampling
 from fgrpo_jax.structs import Rollouts
 from fgrpo_jax.timing import ceilings, peak_rss, timed
 from fgrpo_jax.update import UpdateSettings, abstract_state, init_state, make_update
+from fgrpo_jax.validation import need
 
 
-def run(shape: str, repeats: int, pack: int, share: bool, widths: int, **changes: Any) -> None:
+def run(
+    shape: str, repeats: int, pack: int, whole: bool, share: bool, widths: int, **changes: Any
+) -> None:
     """Prints one JSON object."""
     changes = {name: value for name, value in changes.items() if value is not None}
     x = dataclasses.replace(SHAPES[shape], **changes)
-    print(json.dumps(measure(x, repeats, pack, share, widths), indent=1))
+    print(json.dumps(measure(x, repeats, pack, whole, share, widths), indent=1))
 
 
-def measure(x: Shape, repeats: int, pack: int, share: bool, widths: int) -> dict[str, Any]:
+def measure(
+    x: Shape, repeats: int, pack: int, whole: bool, share: bool, widths: int
+) -> dict[str, Any]:
     """Of one minibatch of all rows, under GRPO with AdamW."""
     check(x)
+    longest = x.response + x.prompt * whole
+    need(not pack or pack >= longest, f"--pack is {pack}: it must be at least {longest}, or 0")
+    need(bool(pack) or not whole, "--whole is about packed rows: give --pack too")
     sampled = make_policy(x)  # whose responses have the lengths asked for
-    backends = ("xla", "xla") if pack else sampled.backends  # which alone knows packed rows
+    # prompts that several responses see are known to xla alone
+    backends = ("xla", "xla") if pack and not whole else sampled.backends
     policy = Policy(sampled.config, sampled.dtype, backends=backends)
     c = config.default()
     c.algo.clip_low = c.algo.clip_high = 0.2
     c.algo.dual_clip, c.algo.aggregator = 3.0, "token_mean"
     c.rollout.max_response, c.learn.widths = x.response, widths
-    if pack and widths > 1:
-        raise UserError("--pack and --widths exclude each other: packed rows have one width")
+    need(not pack or widths == 1, "--pack and --widths exclude each other: packed rows have one")
     mesh = sharding.make_mesh(1, jax.device_count(), 1)
     rows = x.prompts * x.samples
     schedule = make_schedule(c.optim, 1)
@@ -54,10 +62,10 @@ def measure(x: Shape, repeats: int, pack: int, share: bool, widths: int) -> dict
     # packing leaves some empty; rows of like length are a quarter of a group
     micros = x.samples if pack else 4 * x.prompts if widths > 1 else 1
     a_device = rows // micros // jax.device_count()
-    shared = math.gcd(x.samples, a_device) if share else 1
+    shared = math.gcd(x.samples, x.samples if pack else a_device) if share and not whole else 1
     with jax.set_mesh(mesh):
         abstract = abstract_state(policy, optimizer, mesh)
-        state = init_state(policy.init(jax.random.key(0)), optimizer, abstract)
+        state = init_state(jax.jit(policy.init)(jax.random.key(0)), optimizer, abstract)
         how = UpdateSettings(make_objective(c), 1.0, 1, 512, shared, validation.widths(c))
         update = make_update(policy, optimizer, schedule, how, abstract)
         decode_params = weights.make_decode_params(policy, mesh, x.unroll)
@@ -75,8 +83,9 @@ def measure(x: Shape, repeats: int, pack: int, share: bool, widths: int) -> dict
 
         def batch_of(rollouts: Rollouts) -> Any:
             return learner_batch(
-                rollouts, advantage_PN, 1, micros, mesh, pack=pack, widths=how.widths, shared=shared
-            )
+                rollouts, advantage_PN, 1, micros, mesh, pack=pack, whole=whole,
+                widths=how.widths, shared=shared,
+            )  # fmt: skip
 
         def learn(batch: Any) -> Any:
             nonlocal state
@@ -91,6 +100,11 @@ def measure(x: Shape, repeats: int, pack: int, share: bool, widths: int) -> dict
         times = timed(
             {"update": lambda: learn(batch), "step": lambda: learn(batch_of(sample()))}, repeats
         )
+    micro_rows, S = batch.tokens_BS.shape[2:]
+    used_ZZ = np.zeros((1, micros), int) if batch.width_ZZ is None else np.array(batch.width_ZZ)
+    computed = micro_rows * int(np.array(how.widths)[used_ZZ].sum()) + rows // shared * x.prompt
+    if pack:
+        computed = int(batch.used_Z.sum()) * micro_rows * S
     limits = ceilings(dtype=policy.dtype)
     tokens = int(rollouts.mask_BT.sum())
     length_RM = rollouts.mask_BT.sum(axis=1).reshape(-1, shared)
@@ -103,8 +117,10 @@ def measure(x: Shape, repeats: int, pack: int, share: bool, widths: int) -> dict
         "jax": jax.__version__,
         "attention": policy.backends,
         "tokens": tokens,
+        "columns": computed,  # of prompts and responses
         "padding": padding,
         "pack": pack,
+        "whole": whole,
         "widths": how.widths,
         "rows_a_prompt": shared,
         "update_cpu_s": update_cpu,

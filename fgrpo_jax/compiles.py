@@ -146,6 +146,7 @@ def report(spec: dict[str, Any]) -> Iterator[dict[str, Any]]:
         "mesh": dict(zip(sharding.AXES, (job.replica, job.fsdp, job.tp), strict=True)),
         "settings": {
             "learn.microbatch": job.microbatch,
+            "learn.pack": c.learn.pack,
             "model.remat": c.model.remat,
             "rollout.slots": job.slots,
         },

@@ -108,7 +108,7 @@ def default() -> Config:
     c.learn = _section()
     c.learn.minibatch = 32  # prompts an optimizer update
     c.learn.microbatch = 256  # rows of a minibatch in memory at a time
-    c.learn.pack = 0  # response columns of rows that hold several of a prompt's responses; 0: off
+    c.learn.pack = 0  # columns of rows that hold several responses, on a TPU prompts too; 0: off
     c.learn.widths = 1  # response widths, each half the next, that the update is compiled for
     c.learn.epochs = 1  # passes over the rollouts of a step
     c.learn.logit_chunk = 512  # response tokens a row whose logits are in memory at a time

@@ -179,7 +179,7 @@ class Attention(nn.Module):
         k_BKTH = constrain(rotate(k, turn).swapaxes(1, 2), "BKSH")
         v_BKTH = constrain(v.swapaxes(1, 2), "BKSH")
         if past is None:
-            out_BTQH = causal_attention(q_BTQH, k_BKTH, v_BKTH, start_B, whole)
+            out_BTQH = causal_attention(q_BTQH, k_BKTH, v_BKTH, start_B, whole, part_BT)
         elif past.width is None:
             k_BKSH = jnp.concatenate([past.k_LBKSH[past.layer], k_BKTH], axis=2)
             v_BKSH = jnp.concatenate([past.v_LBKSH[past.layer], v_BKTH], axis=2)

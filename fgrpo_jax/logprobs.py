@@ -34,11 +34,15 @@ def response_logprobs(
         chunk: response columns whose logits are in memory at a time.
         entropy_gradient: whether the entropy passes its gradient, as an entropy bonus needs.
         samples: so many adjacent rows have one prompt, which is computed once for them.
-        part_BT: numbers of the responses in packed rows, as LearnerBatch.part_Bs.
+        part_BT: numbers of the responses in packed rows, as LearnerBatch.part_Bs; where T is S
+            they hold prompts too, and what comes out of those means nothing.
     """
     with jax.named_scope("logprobs"):
         target_BT = tokens_BS[:, -response:]
-        if samples > 1 or part_BT is not None:
+        if part_BT is not None and part_BT.shape == tokens_BS.shape:
+            hidden_BTD = policy.hidden(params, tokens_BS, start_B, part_BT)
+            hidden_BTD = jnp.roll(hidden_BTD, 1, axis=1)
+        elif samples > 1 or part_BT is not None:
             first = lambda x: x.reshape(-1, samples, *x.shape[1:])[:, 0]
             prompt_PC, start_P = first(tokens_BS[:, :-response]), first(start_B)
             hidden_BTD = policy.response_hidden(params, prompt_PC, start_P, target_BT, part_BT)

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Float, Int
 
-from fgrpo_jax import adapters, attention
+from fgrpo_jax import UserError, adapters, attention
 from fgrpo_jax.adapters import Lora
 from fgrpo_jax.layers import Layer, ModelConfig, Past, RMSNorm, Turn, make_turn, multiply
 from fgrpo_jax.numerics import MASKED
@@ -33,6 +33,13 @@ def blocks(params: Any) -> tuple[Any, ...]:
     """The stacks of layers that follow each other."""
     layers = params["layers"]
     return layers if isinstance(layers, tuple) else (layers,)
+
+
+def first_columns(part_BT: Int[Array, "B T"]) -> Int[Array, "B T"]:
+    """Of each column's part the first one; a part's columns are adjacent."""
+    column_T = jnp.arange(part_BT.shape[1])
+    differs_BT = part_BT != jnp.pad(part_BT, [(0, 0), (1, 0)])[:, :-1]
+    return jax.lax.cummax(jnp.where(differs_BT, column_T[None], 0), axis=1)
 
 
 _remat = functools.partial(jax.checkpoint, prevent_cse=False)  # the layers are scanned
@@ -95,10 +102,18 @@ class Policy:
         return adapters.merge(self.weights(params, base))
 
     def hidden(
-        self, params: Any, token_BT: Int[Array, "B T"], start_B: Int[Array, " B"]
+        self,
+        params: Any,
+        token_BT: Int[Array, "B T"],
+        start_B: Int[Array, " B"],
+        part_BT: Int[Array, "B T"] | None = None,
     ) -> Float[Array, "B T D"]:
-        """Final hidden states of whole rows."""
-        return self._forward(params, token_BT, start_B, 0, None, None, keep_rows=False)[0]
+        """Final hidden states of whole rows.
+
+        part_BT: a row holds several sequences instead, numbered from 1; 0 is padding. Each begins
+        at position 0, and start_B is 0.
+        """
+        return self._forward(params, token_BT, start_B, 0, None, None, False, part_BT)[0]
 
     def response_hidden(
         self,
@@ -115,10 +130,8 @@ class Policy:
         """
         C, T = prompt_PC.shape[1], response_BT.shape[1]
         each = lambda x: jnp.repeat(x, response_BT.shape[0] // prompt_PC.shape[0], axis=0)
-        begins_BT = jnp.broadcast_to(jnp.arange(T) == 0, response_BT.shape)
-        if part_BT is not None:
-            begins_BT |= part_BT != jnp.pad(part_BT, [(0, 0), (1, 0)])[:, :-1]
-        begin_BT = jax.lax.cummax(jnp.where(begins_BT, jnp.arange(T)[None], 0), axis=1)
+        begin_BT = jnp.zeros_like(response_BT) if part_BT is None else first_columns(part_BT)
+        begins_BT = begin_BT == jnp.arange(T)[None]
         turn_P = self._turn(jnp.arange(C)[None] - start_P[:, None])
         turn_B = self._turn(C + jnp.arange(T)[None] - begin_BT - each(start_P)[:, None])
 
@@ -184,9 +197,11 @@ class Policy:
         cache: Cache | None,
         width: int | None,
         keep_rows: bool = True,
+        part_BT: Array | None = None,
     ) -> tuple[Array, Any]:
         """Normalised hidden states of tokens whose first column is `column`, and their Cache."""
-        turn = self._turn(column + jnp.arange(token_BT.shape[1])[None] - start_B[:, None])
+        first_BT = start_B[:, None] if part_BT is None else first_columns(part_BT)
+        turn = self._turn(column + jnp.arange(token_BT.shape[1])[None] - first_BT)
         x_BTD = self._embed(params, token_BT)
         rows = []
         for i, block in enumerate(blocks(params)):
@@ -197,7 +212,7 @@ class Policy:
                 if cache:
                     past = Past(cache.k_LBKSH[i], cache.v_LBKSH[i], number, column, width)
                 module = self._layer(token_BT.shape[1])
-                x_BTD, new = module.apply({"params": weights}, x_BTD, turn, start_B, past)
+                x_BTD, new = module.apply({"params": weights}, x_BTD, turn, start_B, past, part_BT)
                 return x_BTD, new if keep_rows else None
 
             count = jax.tree.leaves(block)[0].shape[0]
@@ -249,6 +264,18 @@ class Policy:
             return logits
         known_V = jnp.arange(c.vocab) < self.tokens
         return jnp.where(jnp.expand_dims(known_V, tuple(range(logits.ndim - 1))), logits, MASKED)
+
+
+def backends_of(c: Config, platform: str, dtype: Any, head_size: int) -> tuple[str, str]:
+    """Policy.backends of a run; UserError where they are not here, or take other packed rows."""
+    backends = attention.resolve(c.model.attention, platform, dtype, head_size, bool(c.learn.pack))
+    longest = c.data.max_prompt + c.rollout.max_response
+    if attention.packs_whole(backends[0]) and 0 < c.learn.pack < longest:
+        raise UserError(
+            f"learn.pack is {c.learn.pack}: with {backends[0]} attention packed rows hold prompts "
+            f"too, so it must be at least data.max_prompt + rollout.max_response, {longest}, or 0"
+        )
+    return backends
 
 
 def shares_columns(c: Config, platform: str) -> bool:

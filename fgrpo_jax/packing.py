@@ -1,7 +1,9 @@
-"""So that little padding is computed: responses of a group packed into rows behind one prompt, or
-microbatches of rows of like length.
+"""So that little padding is computed: responses of a group packed into rows behind one prompt,
+whole sequences packed into rows, or microbatches of rows of like length.
 
 R packed rows    C prompt columns    S = C + s columns    M responses in a row at most
+
+Rows of whole sequences have no columns before them: C is 0 there, and S is s.
 """
 
 import dataclasses
@@ -67,35 +69,37 @@ def at_width(
     return jax.lax.switch(rows.width_ZZ, branches, dataclasses.replace(rows, width_ZZ=None))
 
 
-def first_fit(length_M: np.ndarray, columns: int) -> list[list[int]]:
-    """Which responses share a row: the longest first, each into the first row that has room.
-    Responses of no tokens are in none."""
-    rows: list[list[int]] = []
-    room: list[int] = []
-    for response in np.argsort(-length_M, kind="stable"):
-        size = int(length_M[response])
-        if not size:
-            break
-        row = next((row for row, left in enumerate(room) if left >= size), len(rows))
-        if row == len(rows):
-            rows.append([])
-            room.append(columns)
-        rows[row].append(int(response))
-        room[row] -= size
-    return rows
+def first_fit(size_M: np.ndarray, columns: int, most: int) -> list[list[int]]:
+    """Which of so many columns share a row: the largest first, each into the first row that has
+    room for it and holds fewer than `most`. Those of no columns are in none."""
+    room, places = np.full(len(size_M), columns), np.full(len(size_M), most)
+    rows: list[list[int]] = [[] for _ in size_M]
+    for i in np.argsort(-size_M, kind="stable")[: np.count_nonzero(size_M)]:
+        row = int(np.argmax((room >= size_M[i]) & (places > 0)))
+        rows[row].append(int(i))
+        room[row] -= size_M[i]
+        places[row] -= 1
+    return [row for row in rows if row]
 
 
 def pack(
-    batch: LearnerBatch, samples: int, minibatches: int, micro_rows: int, columns: int
+    batch: LearnerBatch,
+    samples: int,
+    minibatches: int,
+    micro_rows: int,
+    columns: int,
+    whole: bool = False,
 ) -> LearnerBatch:
     """The rows of this host packed: fewer rows, each of a prompt and several of its responses.
 
     Args:
         batch: rows of prompt and response on the host; those of a prompt are adjacent.
-        samples: rows that have one prompt, M.
+        samples: rows that have one prompt, M; so many are in a packed row at most.
         minibatches: each of as many prompts, one after the other.
         micro_rows: packed rows of this host in a microbatch.
         columns: s, response columns of a packed row, at least the longest response.
+        whole: rows hold sequences instead, each a prompt and its response, of any prompts of a
+            minibatch: s counts both, and no columns come before them.
 
     Returns:
         minibatches * microbatches * micro_rows packed rows: what is by token has shape [R, s],
@@ -104,20 +108,27 @@ def pack(
     """
     rows, T = batch.mask_BT.shape
     C = batch.tokens_BS.shape[1] - T
-    length_PM = batch.mask_BT.sum(axis=1).reshape(-1, samples)
-    groups = np.array_split(np.arange(len(length_PM)), minibatches)
-    # a row of the result: (its prompt, the responses in it)
-    packed = [
-        [(p, responses) for p in group for responses in first_fit(length_PM[p], columns)]
-        for group in groups
-    ]
+    length_B = batch.mask_BT.sum(axis=1)
+    before_B = C - batch.start_B if whole else np.zeros_like(length_B)  # columns of its own prompt
+    size_B = np.where(length_B > 0, before_B + length_B, 0)
+    numbers_P = np.arange(rows).reshape(-1, samples)
+    packed: list[list[list[int]]] = []  # rows of the batch in each row, of each minibatch
+    for prompts in np.array_split(numbers_P, minibatches):
+        together = [prompts.reshape(-1)] if whole else prompts  # may share a row
+        packed.append(
+            [
+                own[fit].tolist()
+                for own in together
+                for fit in first_fit(size_B[own], columns, samples)
+            ]
+        )
     most = -(-rows // minibatches // micro_rows) * micro_rows  # if every response had a row
     used_Z = [
         max(1, int(distributed.largest(-(-len(minibatch) // micro_rows)))) for minibatch in packed
     ]
-    R = minibatches * most
-    tokens_RS = np.zeros((R, C + columns), np.int32)
-    start_R = np.full(R, C, np.int32)
+    R, shared = minibatches * most, 0 if whole else C  # columns of a prompt for all of a row
+    tokens_RS = np.zeros((R, shared + columns), np.int32)
+    start_R = np.full(R, shared, np.int32)
     part_Rs = np.zeros((R, columns), np.int32)
     begin_RM, length_RM = np.zeros((2, R, samples), np.int32)
     source_RM = np.full((R, samples), -1)  # row of the batch
@@ -127,15 +138,16 @@ def pack(
         if (x := getattr(batch, name)) is not None
     }
     for z, minibatch in enumerate(packed):
-        for r, (p, responses) in enumerate(minibatch, z * most):
-            first = p * samples
-            tokens_RS[r, :C], start_R[r] = batch.tokens_BS[first, :C], batch.start_B[first]
+        for r, members in enumerate(minibatch, z * most):
+            tokens_RS[r, :shared] = batch.tokens_BS[members[0], :shared]
+            start_R[r] = min(shared, batch.start_B[members[0]])
             end = 0
-            for m, response in enumerate(responses):
-                row, begin, size = first + response, end, int(length_PM[p, response])
+            for m, row in enumerate(members):
+                first, begin, size = end, end + before_B[row], length_B[row]
                 end = begin + size
-                tokens_RS[r, C + begin : C + end] = batch.tokens_BS[row, C : C + size]
-                part_Rs[r, begin:end] = m + 1
+                own = batch.tokens_BS[row, C - before_B[row] : C + size]
+                tokens_RS[r, shared + first : shared + end] = own
+                part_Rs[r, first:end] = m + 1
                 begin_RM[r, m], length_RM[r, m], source_RM[r, m] = begin, size, row
                 for theirs, ours in by_token.values():
                     ours[r, begin:end] = theirs[row, :size]

@@ -5,8 +5,8 @@ Will it fit, how fast at best, how long to compile: answered without an accelera
 --cache FOLDER, --markdown.
 
 The real programs of a step are compiled ahead of time for each topology. Memory is what XLA says
-of them; seconds are formulas' (roofline.py), below which no run can be. Under 10 % of free memory
-counts as too little.
+of them; seconds are formulas' (roofline.py), below which no run can be, but by packing its rows,
+which they know nothing of. Under 10 % of free memory counts as too little.
 """
 
 import argparse
@@ -269,6 +269,8 @@ def main(argv: Sequence[str]) -> int:
         show(f"{r['topology']}: collectives", collectives(r), console, flags.markdown)
         mean = r["roofline"]["mean_response"]
         title = f"{r['topology']}: a step at best, responses of {mean} tokens on average"
+        if r["settings"]["learn.pack"]:
+            title += "; the update's rows as if they were not packed"
         show(title, speeds(r), console, flags.markdown)
     if reports:
         show(f"{flags.config}, {reports[0]['model']}", summary(reports), console, flags.markdown)

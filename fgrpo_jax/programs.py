@@ -32,7 +32,7 @@ from fgrpo_jax.config import Config
 from fgrpo_jax.layers import ModelConfig
 from fgrpo_jax.layout import Layout, settings_of
 from fgrpo_jax.logprobs import batch_logprobs
-from fgrpo_jax.model import Policy, shares_columns
+from fgrpo_jax.model import Policy, backends_of, shares_columns
 from fgrpo_jax.optimizer import make_optimizer, make_schedule
 from fgrpo_jax.sampling import Sampling
 from fgrpo_jax.slots import make_programs
@@ -132,16 +132,10 @@ def build(c: Config, topology: Topology, mean_response: int, found: list[Any]) -
     """All programs of a step, as train.build makes them. Call it under no mesh."""
     m, chip = model_shape(c.model.path), topology.chip
     axes = check_mesh(c, m, topology)
-    auto = (jax.sharding.AxisType.Auto,) * 3
-    try:
-        mesh = jax.make_mesh(axes, sharding.AXES, axis_types=auto, devices=found)
-    except NotImplementedError:
-        raise UserError(
-            f"{topology.name}: mesh.replica x mesh.fsdp x mesh.tp is {axes[0]} x {axes[1]} x "
-            f"{axes[2]}, and each must be a product of some of the topology's sides"
-        ) from None
+    mesh = sharding.make_mesh(*axes, devices=found)
     dtype = DTYPES[c.model.dtype]
-    backends = attention.resolve(c.model.attention, chip.platform, dtype, m.head_size)
+    backends = backends_of(c, chip.platform, dtype, m.head_size)
+    whole = attention.packs_whole(backends[0])
     # some rows of the embedding are unknown to the tokenizer, and are masked
     policy = Policy(
         m, dtype, c.model.remat, m.vocab - 1, backends, shares_columns(c, chip.platform),
@@ -157,7 +151,7 @@ def build(c: Config, topology: Topology, mean_response: int, found: list[Any]) -
     number = jax.ShapeDtypeStruct((), jnp.int32)
     unroll = weights.unrolls(c, chip.platform)
     decode_params = weights.make_decode_params(policy, mesh, unroll)
-    batch = learner_batch(c, mesh)
+    batch = learner_batch(c, mesh, whole)
     settings = update.settings_of(c, axes[0] * axes[1])
     old_logprobs = update.make_logprobs(policy, settings, mesh)
     learn = update.make_update(policy, optimizer, schedule, settings, state)
@@ -213,7 +207,8 @@ def build(c: Config, topology: Topology, mean_response: int, found: list[Any]) -
                 plain_policy, params, batch, c.rollout.temperature, c.learn.logit_chunk
             )
 
-        plain = dataclasses.replace(batch, ref_logp_BT=None, old_logp_BT=None)
+        plain = learner_batch(c, mesh, arranged=False)
+        plain = dataclasses.replace(plain, ref_logp_BT=None, old_logp_BT=None)
         lower["reference"] = (reference_logprobs, (reference, plain), {})
 
     def lowered(name: str) -> Callable[[], Any]:
@@ -253,25 +248,40 @@ def build(c: Config, topology: Topology, mean_response: int, found: list[Any]) -
     return Built(job, {name: lowered(name) for name in lower}, arguments, parts)
 
 
-def learner_batch(c: Config, mesh: Any) -> LearnerBatch:
-    """What the update takes, as shapes: rollouts.learner_batch's result, and what fills it up."""
-    n, N = validation.minibatch_rows(c), c.rollout.subset or c.algo.group_size
-    size = min(n, c.learn.microbatch)
-    lead, T = (c.rollout.prompts // c.learn.minibatch, n // size, size), c.rollout.max_response
+def learner_batch(c: Config, mesh: Any, whole: bool = False, arranged: bool = True) -> LearnerBatch:
+    """What the update takes, as shapes: rollouts.learner_batch's result, and what fills it up.
 
-    def rows(kind: Any, *shape: int) -> Any:
+    whole: as packing.pack's. arranged: packed or by length, where the config asks for it.
+    """
+    n, N = validation.minibatch_rows(c), c.rollout.subset or c.algo.group_size
+    pack = c.learn.pack if arranged else 0
+    by_length = arranged and not pack and c.learn.widths > 1
+    size = min(n, c.learn.microbatch)
+    micros = (c.rollout.prompts // c.learn.minibatch, n // size)
+    responses, T = size * N if pack else size, pack or c.rollout.max_response
+
+    def rows(kind: Any, count: int, *shape: int) -> Any:
         place = sharding.activation(mesh, "ZZBT" if shape else "ZZB")
-        return jax.ShapeDtypeStruct((*lead, *shape), kind, sharding=place)
+        return jax.ShapeDtypeStruct((*micros, count, *shape), kind, sharding=place)
+
+    def numbers(*shape: int) -> Any:
+        return jax.ShapeDtypeStruct(shape, jnp.int32, sharding=sharding.replicated(mesh))
 
     sampling = Sampling(top_k=c.rollout.top_k, top_p=c.rollout.top_p, min_p=c.rollout.min_p)
+    by_token = rows(jnp.float32, size, T)
     return LearnerBatch(
-        tokens_BS=rows(jnp.int32, c.data.max_prompt + T),
-        start_B=rows(jnp.int32),
-        mask_BT=rows(jnp.bool_, T),
-        advantage_B=rows(jnp.float32),
-        sampler_logp_BT=rows(jnp.float32, T),
-        drawn_logp_BT=rows(jnp.float32, T) if sampling.truncated else None,
-        ref_logp_BT=rows(jnp.float32, T) if c.kl.coef else None,
-        old_logp_BT=rows(jnp.float32, T) if validation.updates_a_step(c) > 1 else None,
-        length_BN=rows(jnp.int32, N) if c.algo.aggregator == "lambda_grpo" else None,
+        tokens_BS=rows(jnp.int32, size, T if pack and whole else c.data.max_prompt + T),
+        start_B=rows(jnp.int32, size),
+        mask_BT=rows(jnp.bool_, size, T),
+        advantage_B=rows(jnp.float32, responses),
+        sampler_logp_BT=by_token,
+        drawn_logp_BT=by_token if sampling.truncated else None,
+        ref_logp_BT=by_token if c.kl.coef else None,
+        old_logp_BT=by_token if validation.updates_a_step(c) > 1 else None,
+        length_BN=rows(jnp.int32, responses, N) if c.algo.aggregator == "lambda_grpo" else None,
+        width_ZZ=numbers(*micros) if by_length else None,
+        part_Bs=rows(jnp.int32, size, T) if pack else None,
+        begin_B=rows(jnp.int32, responses) if pack else None,
+        length_B=rows(jnp.int32, responses) if pack else None,
+        used_Z=numbers(micros[0]) if pack else None,
     )

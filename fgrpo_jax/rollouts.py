@@ -94,6 +94,7 @@ def learner_batch(
     mask_truncated: bool = False,
     with_lengths: bool = False,
     pack: int = 0,
+    whole: bool = False,
     widths: tuple[int, ...] = (),
     shared: int = 1,
 ) -> LearnerBatch:
@@ -103,6 +104,7 @@ def learner_batch(
         mask_truncated: whether cut-off samples, as invalid ones always, leave the loss.
         with_lengths: whether to carry the lengths of each row's group.
         pack: response columns of a packed row; 0: every row is a response.
+        whole: whether packed rows hold whole sequences, as packing.pack's.
         widths: response columns that the update is compiled for, ascending; with several, rows
             of like length share a microbatch, and `shared` rows of a prompt stay adjacent.
     """
@@ -129,7 +131,7 @@ def learner_batch(
     )
     if pack:
         micro_rows = len(batch.mask_BT) // (minibatches * microbatches)
-        batch = packing.pack(batch, samples, minibatches, micro_rows, pack)
+        batch = packing.pack(batch, samples, minibatches, micro_rows, pack, whole)
         microbatches = len(batch.part_Bs) // (minibatches * micro_rows)
     elif len(widths) > 1:
         batch = packing.by_length(batch, samples, shared, minibatches, microbatches, widths)

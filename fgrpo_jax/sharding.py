@@ -7,10 +7,11 @@ stacked. The only file that holds a PartitionSpec.
 
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+from jax.experimental import mesh_utils
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from fgrpo_jax import UserError
@@ -60,9 +61,14 @@ ACTIVATIONS = {
 }
 
 
-def make_mesh(replica: int, fsdp: int, tp: int) -> Mesh:
+def make_mesh(replica: int, fsdp: int, tp: int, devices: Sequence[Any] | None = None) -> Mesh:
     """All devices as (replica, fsdp, tp), with axes that XLA propagates (Auto)."""
-    return jax.make_mesh((replica, fsdp, tp), AXES, axis_types=(AxisType.Auto,) * 3)
+    shape, auto = (replica, fsdp, tp), (AxisType.Auto,) * 3
+    try:
+        return jax.make_mesh(shape, AXES, axis_types=auto, devices=devices)
+    except NotImplementedError:  # no axis is a product of the torus's sides, which then are cut
+        laid = mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True)
+        return Mesh(laid, AXES, axis_types=auto)
 
 
 def constrain(x: jax.Array, axes: str) -> jax.Array:

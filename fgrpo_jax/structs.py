@@ -93,8 +93,9 @@ class LearnerBatch:
     old_logp_BT: Leaf = None  # float32 [B, T], before the step; None: the policy has not moved
     length_BN: Leaf = None  # int32 [B, N], trained tokens of the group's rows, its own first
     width_ZZ: Leaf = None  # int32 [minibatches, microbatches], which of the widths; None: the last
-    # Packed rows, R of them, hold several responses: what is by token is then [R, s] or [R, C + s].
-    part_Bs: Leaf = None  # int32 [R, s], number of the response at a column, 0: padding
+    # Packed rows, R of them, hold several responses: what is by token is then [R, s], and tokens_BS
+    # [R, C + s] with the prompt of all in front, or [R, s] with each one's before its response.
+    part_Bs: Leaf = None  # int32 [R, s], number of the response, or with its prompt; 0: padding
     begin_B: Leaf = None  # int32 [B], first column of each response
     length_B: Leaf = None  # int32 [B], its columns
     used_Z: Leaf = None  # int32 [minibatches], microbatches that hold responses

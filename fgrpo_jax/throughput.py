@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from fgrpo_jax import accelerators, distributed, flops, timing
 from fgrpo_jax.flops import Work
@@ -79,6 +80,12 @@ def make_throughput(
             prompt_R, length_B = prompt_R[::shared], batch.mask_BT.sum(axis=-1)
         else:
             length_B = batch.length_B
+        if batch.part_Bs is not None and columns == 0:  # a prompt before each response
+            begin_RM, length_RM = (
+                x.reshape(len(prompt_R), -1) for x in (batch.begin_B, batch.length_B)
+            )
+            before_RM = jnp.pad(begin_RM + length_RM, [(0, 0), (1, 0)])[:, :-1]
+            prompt_R = jnp.where(length_RM > 0, begin_RM - before_RM, 0).reshape(-1)
         return Work.of(prompt_R, length_B.reshape(len(prompt_R), -1))
 
     def work(batch: LearnerBatch) -> Work:

@@ -40,7 +40,7 @@ from fgrpo_jax.estimators import make_advantage, shape_rewards
 from fgrpo_jax.evaluate import make_evaluate
 from fgrpo_jax.layout import SamplerSettings
 from fgrpo_jax.metrics import Stopwatch
-from fgrpo_jax.model import DTYPES, Policy, shares_columns
+from fgrpo_jax.model import DTYPES, Policy, backends_of, shares_columns
 from fgrpo_jax.optimizer import make_optimizer, make_schedule
 from fgrpo_jax.preemption import Notice
 from fgrpo_jax.profiling import make_profile
@@ -195,8 +195,7 @@ def build(
     mesh = sharding.make_mesh(*validation.check_mesh(c, jax.device_count(), distributed.hosts()))
     tokenizer = tokenizers.load(folder)
     dtype, platform = DTYPES[c.model.dtype](), jax.default_backend()
-    named = "xla" if c.learn.pack else c.model.attention  # which alone knows packed rows
-    backends = attention.resolve(named, platform, dtype, shape.head_size)
+    backends = backends_of(c, platform, dtype, shape.head_size)
     policy = Policy(
         shape, dtype, c.model.remat, tokenizer.size, backends, shares_columns(c, platform),
         adapters.make_lora(c),
@@ -328,6 +327,7 @@ def build(
             mask_truncated=c.algo.truncated != "keep",
             with_lengths=c.algo.aggregator == "lambda_grpo",
             pack=c.learn.pack,
+            whole=attention.packs_whole(backends[0]),
             widths=settings.widths,
             shared=settings.samples,
         ),

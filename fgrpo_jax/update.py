@@ -170,7 +170,9 @@ def make_update(
         )
         micros, size, columns = batch.mask_BT.shape
         used = micros if batch.used_Z is None else batch.used_Z
-        computed = jnp.float32(used) * size * columns
+        computed, held = jnp.float32(used) * size * columns, tokens
+        if batch.part_Bs is not None:
+            held = (batch.part_Bs > 0).sum().astype(jnp.float32)
         if batch.width_ZZ is not None:
             computed = jnp.array(s.widths)[batch.width_ZZ].sum().astype(jnp.float32) * size
         (grads, slope), (total, sums, drift) = jax.lax.fori_loop(0, used, microbatch, zero)
@@ -184,8 +186,9 @@ def make_update(
             "drift_max": drift,
             "grad_norm": optax.tree.norm(grads),
             "lr": jnp.asarray(schedule(_updates_done(state.opt_state)), jnp.float32),
-            # of the response columns that were computed, those that hold no trained token
-            "padding": 1 - tokens / computed,
+            # of the response columns that were computed, those that hold no trained token; where
+            # packed rows are whole, of all columns those that hold no token
+            "padding": 1 - held / computed,
         }
         if objective.aggregator == "lambda_grpo":
             metrics["lambda"] = state.exponent

@@ -264,8 +264,8 @@ def _check_batches(c: Config) -> None:
         f"rollout.max_response, {c.rollout.max_response}; 0 packs none",
     )
     need(
-        c.learn.pack == 0 or c.model.attention in ("auto", "xla"),
-        f"learn.pack is set and model.attention is {c.model.attention}: only xla knows packed rows",
+        c.learn.pack == 0 or c.model.attention != "cudnn",
+        "model.attention is cudnn, which knows no packed rows: set it to auto, or learn.pack to 0",
     )
     need(
         c.learn.pack == 0 or c.learn.widths == 1,

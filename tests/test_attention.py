@@ -117,6 +117,73 @@ def test_it_is_xla_and_so_is_its_gradient(backend, T, S, K, G, on_cpu):
         np.testing.assert_allclose(ours, xla, rtol=1e-3, atol=1e-4)
 
 
+def packed_parts(B, T):
+    """Random parts of 1 to T / 3 columns, then padding; the last row is all padding."""
+    random = np.random.default_rng(3)
+    sizes = random.integers(1, T // 3 + 1, (B, T))
+    part_BT = 1 + (np.arange(T)[None, :, None] >= sizes.cumsum(axis=1)[:, None]).sum(axis=2)
+    padding_BT = np.arange(T)[None] >= random.integers(T // 2, T + 1, B)[:, None]
+    part_BT = np.where(padding_BT, 0, part_BT)
+    part_BT[-1] = 0
+    return jnp.asarray(part_BT, jnp.int32)
+
+
+@pytest.mark.parametrize("backend", ["xla", "splash"])
+def test_packed_columns_see_their_own_part(backend, on_cpu):
+    T = 12
+    q, k, v, _ = causal_case(T, T, K=2, G=3)
+    part_BT, zero_B = packed_parts(3, T), jnp.zeros(3, jnp.int32)
+    out = causal_attention(q, k, v, zero_B, backend, part_BT)
+    for b, t in np.ndindex(3, T):
+        seen = [j for j in range(t + 1) if part_BT[b, j] == part_BT[b, t]]
+        # the kernel's padding on the left is unseen, but by padding
+        if part_BT[b, t] or backend == "xla":
+            for h in range(6):
+                own = loop(
+                    q[b, t, h], np.asarray(k)[b, h // 3, seen], np.asarray(v)[b, h // 3, seen]
+                )
+                np.testing.assert_allclose(out[b, t, h], own, rtol=1e-4, atol=1e-6)
+    assert np.isfinite(out).all()
+
+
+@pytest.mark.parametrize("T, K, G", [(128, 2, 1), (131, 1, 7), (700, 1, 2)])
+def test_packed_rows_of_the_kernel_are_xla_s(T, K, G, on_cpu):
+    q, k, v, _ = causal_case(T, T, K, G, H=64)
+    part_BT, zero_B = packed_parts(3, T), jnp.zeros(3, jnp.int32)
+    real_BTQH = jnp.broadcast_to((part_BT > 0)[..., None, None], q.shape)
+
+    def loss(backend, q, k, v):
+        out = causal_attention(q, k, v, zero_B, backend, part_BT)
+        return jnp.where(real_BTQH, jnp.sin(3 * out), 0).sum(), out
+
+    (ours, ours_out), (xla, xla_out) = (
+        jax.jit(jax.grad(functools.partial(loss, b), (0, 1, 2), has_aux=True))(q, k, v)
+        for b in ("splash", "xla")
+    )
+    np.testing.assert_allclose(ours_out[real_BTQH], xla_out[real_BTQH], rtol=1e-4, atol=1e-5)
+    for x, y in zip(ours, xla, strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("shape", MESHES)
+@pytest.mark.parametrize("backend", ["xla", "splash"])
+def test_a_mesh_changes_nothing_of_packed_rows(shape, backend, on_cpu):
+    *qkv, _ = causal_case(20, 20, K=4, G=2, B=8)
+    case = (*qkv, jnp.zeros(8, jnp.int32), packed_parts(8, 20))
+    packed = lambda *case: causal_attention(*case[:4], backend, case[4])
+    mesh = sharding.make_mesh(*shape)
+    with jax.set_mesh(mesh):
+        there = jax.jit(packed)(*lay(case, mesh, "BTQH BKSH BKSH B BT"))
+    np.testing.assert_allclose(there, jax.jit(packed)(*case), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("backend, S", [("cudnn", 12), ("splash", 16)])
+def test_what_packed_rows_cannot_be(backend, S, on_cpu):
+    *qkv, start_B = causal_case(12, S)
+    with pytest.raises(ValueError, match=f"attention {backend} knows no such packed rows"):
+        causal_attention(*qkv, start_B, backend, packed_parts(3, 12))
+
+
 def test_splash_blocks_pad_little_and_keep_their_order():
     blocks = [(n, attention._splash_block(n)) for n in range(1, 5000)]
     padded = [-(-n // block) * block for n, block in blocks]
@@ -308,6 +375,26 @@ def test_decoding_is_the_last_column_of_whole_rows():
 )
 def test_resolve(value, platform, dtype, head_size, pair):
     assert resolve(value, platform, jnp.dtype(dtype), head_size) == pair
+
+
+@pytest.mark.parametrize(
+    "value, platform, head_size, pair",
+    [
+        ("auto", "tpu", 128, ("splash", "ragged")),
+        ("auto", "tpu", 80, ("xla", "xla")),
+        ("xla", "tpu", 128, ("xla", "xla")),
+        ("auto", "gpu", 128, ("xla", "xla")),
+        ("auto", "cpu", 128, ("xla", "xla")),
+    ],
+)
+def test_resolve_for_packed_rows(value, platform, head_size, pair):
+    assert resolve(value, platform, jnp.bfloat16, head_size, packed=True) == pair
+    assert attention.packs_whole(pair[0]) == (pair[0] == "splash")
+
+
+def test_cudnn_knows_no_packed_rows():
+    with pytest.raises(UserError, match="knows no packed rows, and learn.pack is set: set it to"):
+        resolve("cudnn", "gpu", jnp.bfloat16, 128, packed=True)
 
 
 @pytest.mark.parametrize(

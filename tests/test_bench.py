@@ -45,6 +45,18 @@ def test_shapes_that_cannot_be(flags, message, capsys):
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    "flags, message",
+    [
+        ("--pack 128 --whole", "--pack is 128: it must be at least 192, or 0"),
+        ("--whole", "--whole is about packed rows: give --pack too"),
+    ],
+)
+def test_packing_that_cannot_be(flags, message, capsys):
+    assert bench.main(["update", "--prompts", "8", *flags.split()]) == 2
+    assert message in capsys.readouterr().err
+
+
 def test_step_cost_by_hand():
     config = ModelConfig(10, 4, 3, 2, 1, 2, 5, 1e6, 1e-6, True)
     # a layer: q and o 4 x 4, k and v 4 x 2, MLP 3 x 4 x 5; head 10 x 4
@@ -77,12 +89,14 @@ def test_mortal_policies_live_as_long_as_they_should():
     assert np.log(lengths).std() == pytest.approx(0.5, abs=0.1)
 
 
-@pytest.mark.parametrize("flags", ["--no-share", "", "--pack 6"])
+@pytest.mark.parametrize("flags", ["--no-share", "", "--pack 6", "--pack 10 --whole"])
 def test_the_update_s_json(flags, monkeypatch, capsys):
     monkeypatch.setitem(bench_sampler.SHAPES, "reference", TINY)
     assert bench.main(f"update --repeats 1 {flags}".split()) == 0
     out = json.loads(capsys.readouterr().out)
     assert out["tokens"] == 8 * 2 * 6 and out["padding"] == pytest.approx(0, abs=1e-6)
-    assert out["rows_a_prompt"] == (1 if flags == "--no-share" else 2)
+    columns = 8 * 2 * 6 + 8 * 4 * (1 if flags == "" else 2)
+    assert out["columns"] == columns
+    assert out["rows_a_prompt"] == (1 if flags in ("--no-share", "--pack 10 --whole") else 2)
     for name in "update_cpu_s step_cpu_s share_of_matmul_ceiling first_update_s".split():
         assert out[name] > 0, name

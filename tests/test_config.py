@@ -286,9 +286,9 @@ def test_rows_that_share_a_prompt(tmp_path):
     assert validation.shared_rows(c, 4) == 3
 
 
-def test_packed_rows_need_xla(tmp_path):
-    with pytest.raises(UserError, match="only xla knows packed rows"):
-        config.load(write(tmp_path, PLAIN), ["learn.pack=999", "model.attention=splash"])
+def test_cudnn_knows_no_packed_rows(tmp_path):
+    with pytest.raises(UserError, match="is cudnn, which knows no packed rows: set it"):
+        config.load(write(tmp_path, PLAIN), ["learn.pack=999", "model.attention=cudnn"])
 
 
 def test_strings_in_a_list(tmp_path):

@@ -1,11 +1,12 @@
 import dataclasses
+import functools
 
 import jax
 import numpy as np
 import optax
 import pytest
 
-from fgrpo_jax import sharding
+from fgrpo_jax import ragged, sharding
 from fgrpo_jax.objective import Objective
 from fgrpo_jax.packing import by_length, first_fit, pack, unpack
 from fgrpo_jax.rollouts import put_batch
@@ -61,6 +62,7 @@ def update(
     epochs=1,
     mesh=(1, 1, 1),
     widths=(),
+    whole=False,
 ):
     """New params and metrics of two minibatches."""
     batch, optimizer = rows(), optax.chain(optax.sgd(SCHEDULE))
@@ -72,7 +74,7 @@ def update(
         step = make_update(policy, optimizer, SCHEDULE, settings, abstract)
         micros = B // 2 // micro_rows
         if columns:
-            batch = pack(batch, M, 2, micro_rows, columns)
+            batch = pack(batch, M, 2, micro_rows, columns, whole)
             micros = len(batch.part_Bs) // (2 * micro_rows)
             assert micros >= max(batch.used_Z)
         elif widths:
@@ -101,13 +103,35 @@ def test_shared_prompts_and_packed_rows_give_the_same_update(policy, params, nam
     packed = update(policy, params, objective, columns=T, micro_rows=2, epochs=2)
     same(packed, plain)
     assert packed[2]["padding"] < plain[2]["padding"]
+    whole = update(policy, params, objective, columns=C + T, micro_rows=2, epochs=2, whole=True)
+    same(whole, plain)
+    assert whole[2]["padding"] < plain[2]["padding"]
 
 
-@pytest.mark.parametrize("columns, micro_rows", [(T, 8), (T + 3, 4), (2 * T, 1), (4 * T, 3)])
-def test_any_size_of_packed_rows(policy, params, columns, micro_rows):
-    objective = OBJECTIVES["token_mean"]
-    plain = update(policy, params, objective)
-    same(update(policy, params, objective, columns=columns, micro_rows=micro_rows), plain)
+@pytest.mark.parametrize(
+    "columns, micro_rows, whole",
+    [
+        (T, 8, False),
+        (T + 3, 4, False),
+        (2 * T, 1, False),
+        (4 * T, 3, False),
+        (C + T, 8, True),
+        (C + T + 3, 1, True),
+        (3 * (C + T), 3, True),
+    ],
+)
+def test_any_size_of_packed_rows(policy, params, columns, micro_rows, whole):
+    run = functools.partial(update, policy, params, OBJECTIVES["token_mean"])
+    same(run(columns=columns, micro_rows=micro_rows, whole=whole), run())
+
+
+def test_the_kernel_s_packed_rows_give_the_same_update(policy, params, monkeypatch):
+    monkeypatch.setattr(ragged, "INTERPRET", True)
+    objective, kernel = OBJECTIVES["lambda"], ("splash", "xla")
+    packed = functools.partial(update, columns=C + T, micro_rows=4, whole=True)
+    policy = dataclasses.replace(policy, remat="attention")
+    ours = packed(dataclasses.replace(policy, backends=kernel), params, objective)
+    same(ours, update(policy, params, objective))
 
 
 def test_eight_devices_pack_and_share(policy, params):
@@ -115,41 +139,65 @@ def test_eight_devices_pack_and_share(policy, params):
     plain = update(policy, params, objective)
     same(update(policy, params, objective, samples=2, mesh=(1, 4, 2)), plain)
     same(update(policy, params, objective, columns=T, mesh=(1, 4, 2)), plain)
+    same(update(policy, params, objective, columns=C + T, mesh=(1, 4, 2), whole=True), plain)
 
 
 def test_first_fit_by_hand():
-    # 7 opens a row, 5 a second, 4 fits behind neither 7 nor... 5 + 4 = 9 <= 10, 3 behind 7
-    assert first_fit(np.array([3, 7, 0, 4, 5]), 10) == [[1, 0], [4, 3]]
-    assert first_fit(np.array([10, 10]), 10) == [[0], [1]]
-    assert first_fit(np.array([0, 0]), 10) == []
+    # 7 opens a row, 5 a second that 4 fits in, and 3 fits behind 7
+    assert first_fit(np.array([3, 7, 0, 4, 5]), 10, 4) == [[1, 0], [4, 3]]
+    assert first_fit(np.array([3, 7, 0, 4, 5]), 10, 1) == [[1], [4], [3], [0]]
+    assert first_fit(np.array([1, 1, 1, 9]), 10, 2) == [[3, 0], [1, 2]]
+    assert first_fit(np.array([10, 10]), 10, 4) == [[0], [1]]
+    assert first_fit(np.array([0, 0]), 10, 4) == []
 
 
-def test_packed_rows_hold_every_token_once():
+def places(packed, whole):
+    """(response slot, row, its part's columns, its response's), of those that hold a response."""
+    for b in np.flatnonzero(packed.length_B):
+        r, m = divmod(int(b), M)
+        own = np.flatnonzero(packed.part_Bs[r] == m + 1)
+        begin, size = packed.begin_B[b], packed.length_B[b]
+        assert own.tolist() == list(range(own[0], begin + size))  # adjacent, the response last
+        assert whole or own[0] == begin
+        yield b, r, own, np.arange(begin, begin + size)
+
+
+@pytest.mark.parametrize("columns, whole", [(T, False), (C + T, True), (3 * (C + T), True)])
+def test_packed_rows_hold_every_token_once(columns, whole):
     batch = rows()
-    packed = pack(batch, M, 2, 2, T)
-    total = 0
-    for r in range(len(packed.part_Bs)):
-        for m in range(M):
-            b = r * M + m
-            begin, size = packed.begin_B[b], packed.length_B[b]
-            assert (packed.part_Bs[r] == m + 1).sum() == size
-            if not size:
-                assert packed.advantage_B[b] == 0
-                continue
-            (source,) = np.flatnonzero(batch.advantage_B == packed.advantage_B[b])
-            assert batch.mask_BT[source].sum() == size
-            here = packed.tokens_BS[r, C + begin : C + begin + size]
-            assert here.tolist() == batch.tokens_BS[source, C : C + size].tolist()
-            assert packed.tokens_BS[r, :C].tolist() == batch.tokens_BS[source, :C].tolist()
-            assert packed.start_B[r] == batch.start_B[source]
-            total += size
-    assert total == batch.mask_BT.sum() == packed.mask_BT.sum()
+    packed = pack(batch, M, 2, 2, columns, whole)
+    rows_a_minibatch = len(packed.part_Bs) // 2
+    found = []
+    for b, r, own, response in places(packed, whole):
+        (source,) = np.flatnonzero(batch.advantage_B == packed.advantage_B[b])
+        found.append(source)
+        assert source // (B // 2) == r // rows_a_minibatch
+        size = batch.mask_BT[source].sum()
+        tokens = batch.tokens_BS[source, batch.start_B[source] : C + size].tolist()
+        front = [] if whole else packed.tokens_BS[r, packed.start_B[r] : C].tolist()
+        before = packed.tokens_BS.shape[1] - columns
+        assert front + packed.tokens_BS[r, before + own].tolist() == tokens
+        assert packed.mask_BT[r, response].all() and len(response) == size
+        assert packed.sampler_logp_BT[r, response].tolist() == (
+            batch.sampler_logp_BT[source, :size].tolist()
+        )
+        assert packed.length_BN[b].tolist() == batch.length_BN[source].tolist()
+    assert sorted(found) == np.flatnonzero(batch.mask_BT.any(axis=1)).tolist()
+    assert packed.mask_BT.sum() == batch.mask_BT.sum()
+    empty = packed.length_B == 0
+    assert not packed.advantage_B[empty].any() and not packed.begin_B[empty].any()
+    if whole:
+        assert not packed.start_B.any() and packed.tokens_BS.shape == packed.part_Bs.shape
+    for z, used in enumerate(packed.used_Z):
+        own = packed.part_Bs[z * rows_a_minibatch : (z + 1) * rows_a_minibatch]
+        assert own[: used * 2].any(axis=1).sum() > (used - 1) * 2 and not own[used * 2 :].any()
 
 
-def test_unpacking_is_the_way_back():
+@pytest.mark.parametrize("columns, whole", [(T, False), (C + T, True)])
+def test_unpacking_is_the_way_back(columns, whole):
     batch = rows()
-    packed = dataclasses.replace(pack(batch, M, 1, 2, T), used_Z=None)
-    number = np.where(packed.mask_BT, np.arange(packed.mask_BT.size).reshape(-1, T), -1)
+    packed = dataclasses.replace(pack(batch, M, 1, 2, columns, whole), used_Z=None)
+    number = np.where(packed.mask_BT, np.arange(packed.mask_BT.size).reshape(-1, columns), -1)
     out, (numbers,) = jax.jit(unpack)(packed, number.astype(np.int32))
     out, numbers = jax.device_get((out, numbers))
     assert sorted(numbers[out.mask_BT]) == sorted(number[packed.mask_BT])

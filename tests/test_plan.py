@@ -1,5 +1,6 @@
 """The plan: its programs on eight CPU devices, its reports and its sentences."""
 
+import dataclasses
 import io
 import json
 import pathlib
@@ -7,11 +8,22 @@ import pathlib
 import jax
 import numpy as np
 import pytest
-from ahead_of_time import needs_libtpu
+from ahead_of_time import needs_libtpu, reports
 from rich.console import Console
 
-from fgrpo_jax import UserError, accelerators, compiles, config, hlo, plan, programs, rollouts
+from fgrpo_jax import (
+    UserError,
+    accelerators,
+    compiles,
+    config,
+    hlo,
+    plan,
+    programs,
+    rollouts,
+    validation,
+)
 from fgrpo_jax.accelerators import Chip, Topology
+from fgrpo_jax.model import backends_of
 from fgrpo_jax.structs import Problem, Prompts, Rollouts
 
 CONFIGS = pathlib.Path(__file__).parents[1] / "configs"
@@ -94,10 +106,23 @@ def test_too_little_memory_gives_suggestions(on_cpu, tmp_path, monkeypatch):
     assert tips and all(line.startswith("  would fit: --config.") for line in tips)
 
 
-def test_the_learner_batch_is_that_of_rollouts():
-    c = config.load(TINY, ["learn.microbatch=64", "kl.coef=0.1", "algo.aggregator=lambda_grpo"])
+@pytest.mark.parametrize(
+    "overrides, whole",
+    [
+        ([], False),
+        (["learn.pack=99"], False),
+        (["learn.pack=99"], True),
+        (["learn.pack=99", "rollout.subset=2", "learn.minibatch=8", "learn.microbatch=8"], True),
+        (["learn.widths=3", "learn.minibatch=16"], False),
+    ],
+)
+def test_the_learner_batch_is_that_of_rollouts(overrides, whole):
+    settings = ["learn.microbatch=64", "kl.coef=0.1", "algo.aggregator=lambda_grpo"]
+    c = config.load(TINY, settings + overrides)
     mesh = jax.make_mesh((1, 8, 1), ("replica", "fsdp", "tp"))
-    P, N, C, T = c.rollout.prompts, c.algo.group_size, c.data.max_prompt, c.rollout.max_response
+    P, C, T = c.rollout.prompts, c.data.max_prompt, c.rollout.max_response
+    N = c.rollout.subset or c.algo.group_size
+    rows = validation.minibatch_rows(c)
     row = lambda kind, *shape: np.zeros((P * N, *shape), kind)
     group = lambda kind: np.zeros((P, N), kind)
     prompts = Prompts(
@@ -109,9 +134,12 @@ def test_the_learner_batch_is_that_of_rollouts():
             prompts, row(np.int32, T), row(bool, T), row(np.float32, T), row(bool),
             group(np.float32), group(np.float32), group(bool), (), (), row(np.float32, T),
         ),
-        group(np.float32), 1, 4, mesh, with_lengths=True,
+        group(np.float32), P // c.learn.minibatch, rows // min(rows, c.learn.microbatch), mesh,
+        with_lengths=True, pack=c.learn.pack, whole=whole, widths=validation.widths(c),
     )  # fmt: skip
-    shapes = programs.learner_batch(c, mesh)
+    shapes = programs.learner_batch(c, mesh, whole)
+    if shapes.old_logp_BT is not None:  # which fills it up
+        made = dataclasses.replace(made, old_logp_BT=made.ref_logp_BT)
     assert jax.tree.structure(made) == jax.tree.structure(shapes)
     for x, shape in zip(jax.tree.leaves(made), jax.tree.leaves(shapes), strict=True):
         assert (x.shape, x.dtype, x.sharding) == (shape.shape, shape.dtype, shape.sharding)
@@ -200,15 +228,6 @@ def test_mistakes_get_one_sentence(on_cpu, tmp_path, overrides, sentence):
     assert sentence in str(error.value) and "\n" not in str(error.value)
 
 
-def test_a_mesh_must_lie_on_the_topology(on_cpu, tmp_path, monkeypatch):
-    def make_mesh(*_, **__):
-        raise NotImplementedError("Failed to find assignment for logical_axis_index 2")
-
-    monkeypatch.setattr(jax, "make_mesh", make_mesh)
-    with pytest.raises(UserError, match="cpu:8: mesh.replica x mesh.fsdp x mesh.tp is 1 x 8 x 1, "):
-        list(compiles.report(spec(tmp_path)))
-
-
 def test_mean_response_has_a_limit(on_cpu, tmp_path):
     with pytest.raises(UserError, match="--mean-response is 99: it must be at most rollout.max_re"):
         list(compiles.report(spec(tmp_path, mean_response=99)))
@@ -268,7 +287,9 @@ def report(name, free=0.3, **changes):
     keys = ("parameters", "optimizer", "reference", "decode weights", "cache", "batch")
     return dict(
         topology=name, mesh=dict(replica=1, fsdp=4, tp=4), model="m", memory=16 * G, free=free,
-        settings={"learn.microbatch": 8, "model.remat": "full", "rollout.slots": 64},
+        settings={
+            "learn.microbatch": 8, "learn.pack": 0, "model.remat": "full", "rollout.slots": 64
+        },
         programs=dict.fromkeys(names, program), parts=dict.fromkeys(keys, G), fits=free > 0.1,
         peaks=dict.fromkeys([*names, "rollout phase", "update phase"], int((1 - free) * 16 * G)),
         out_of_memory=[], compile_s=15.0, suggestions=[],
@@ -308,6 +329,34 @@ def test_verdicts():
     )
 
 
+@pytest.mark.parametrize("override", ["learn.pack=99", "learn.widths=2"])
+def test_arranged_rows_are_planned(on_cpu, tmp_path, override):
+    asked = spec(tmp_path, override, "kl.coef=0.1", "learn.minibatch=16", "learn.microbatch=64")
+    *each, whole = compiles.report(asked)
+    assert {"update", "old", "reference"} <= {line["program"] for line in each} and whole["fits"]
+    assert whole["settings"]["learn.pack"] == (99 if override == "learn.pack=99" else 0)
+
+
+def test_packed_rows_of_a_tpu_hold_prompts_too(tmp_path, monkeypatch):
+    # as if no libtpu were needed: the mistake is found before anything is lowered
+    monkeypatch.setattr(compiles, "devices", lambda t: jax.devices()[: t.devices])
+    shape = "model.path=Qwen2.5-0.5B"
+    c = config.load(TINY, [shape])
+    longest = c.data.max_prompt + c.rollout.max_response
+    asked = [shape, f"learn.pack={longest - 1}"]
+    sentence = f"data.max_prompt \\+ rollout.max_response, {longest}"
+    with pytest.raises(UserError, match=sentence):
+        list(compiles.report(spec(tmp_path, *asked, topology="v5e:2x2")))
+    with pytest.raises(UserError, match="model.attention is 'splash', which needs a TPU"):
+        backends_of(config.load(TINY, [*asked, "model.attention=splash"]), "cpu", "float32", 64)
+    for platform, backend in (("cpu", "xla"), ("gpu", "xla")):
+        assert backends_of(config.load(TINY, asked), platform, "bfloat16", 64)[0] == backend
+    fits = config.load(TINY, [shape, f"learn.pack={longest}"])
+    assert backends_of(fits, "tpu", "bfloat16", 64) == ("splash", "ragged")
+    forced = config.load(TINY, [*asked, "model.attention=xla"])
+    assert backends_of(forced, "tpu", "bfloat16", 64) == ("xla", "xla")
+
+
 @needs_libtpu
 def test_a_tpu_that_is_not_here(tmp_path, capsys):
     out, flags = tmp_path / "plan.json", ["--config", TINY, "--topology", "v5e:2x2"]
@@ -318,3 +367,12 @@ def test_a_tpu_that_is_not_here(tmp_path, capsys):
     assert "error: v5e:3x5" in printed.err
     (whole,) = json.loads(out.read_text())
     assert whole["programs"]["update"]["peak"] < 2**30 and whole["memory"] == 15.75 * 2**30
+
+
+@needs_libtpu
+def test_packed_rows_are_compiled_for_a_tpu():
+    plain, packed, mesh = reports("tpu_packing.py")
+    # forward, dq, dk and dv: of whole rows, and where prompts are shared of those too
+    assert (plain["kernels"], packed["kernels"]) == (6, 3)
+    assert packed["peak"] < 1.05 * plain["peak"]
+    assert mesh["partitions"]  # fsdp 8 x tp 8 on a torus of 4 x 4 x 4

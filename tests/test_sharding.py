@@ -34,6 +34,15 @@ def test_every_weight_is_shared_by_all_devices_but_norms_and_biases(params, poli
         assert parts == (1 if "norm" in name else 2 if "bias" in name else 8), name
 
 
+def test_a_torus_s_sides_are_cut_where_no_axis_is_their_product(monkeypatch):
+    def make_mesh(*_, **__):
+        raise NotImplementedError("Failed to find assignment for logical_axis_index 2")
+
+    plain = sharding.make_mesh(1, 4, 2)
+    monkeypatch.setattr(jax, "make_mesh", make_mesh)
+    assert sharding.make_mesh(1, 4, 2, devices=jax.devices()) == plain
+
+
 def test_decode_layout_is_shared_by_tp_alone(params):
     mesh = sharding.make_mesh(1, 4, 2)
     for s in jax.tree.leaves(sharding.state_shardings(mesh, params, "decode")):

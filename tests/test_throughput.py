@@ -46,6 +46,14 @@ def test_the_work_of_packed_rows_by_hand():
     assert of().work(packed) == WORK
 
 
+def test_the_work_of_whole_packed_rows_by_hand():
+    mesh = sharding.make_mesh(1, 1, 8)
+    for columns in (C + T, 20):
+        packed = put_batch(pack(batch(), 2, 1, 1, columns, whole=True), 1, 4, mesh)
+        # a row each of 3 + 2, 3 + 4 and 2 + 1 tokens; the last response has none
+        assert of().work(packed) == (3 + 3 + 2, 7, 5 * 6 / 2 + 7 * 8 / 2 + 3 * 4 / 2)
+
+
 def test_the_work_of_rollouts_by_hand():
     prompts = Prompts(
         np.zeros((2, C), np.int32), PROMPT, np.zeros(2, np.int32), (Problem("", ""),) * 2
