@@ -32,5 +32,6 @@ def get_config():
     c.rollout.max_response = 1024
     c.learn.minibatch = 64
     c.learn.microbatch = 32
+    c.learn.widths = 3
     c.checkpoint.every = c.eval.every = 29  # a pass over the data
     return c

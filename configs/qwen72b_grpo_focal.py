@@ -24,6 +24,7 @@ def get_config():
     c.rollout.cache_gib = 24.0
     c.learn.minibatch = 64
     c.learn.microbatch = 16
+    c.learn.widths = 4
     c.mesh.tp = 4
     c.checkpoint.every = c.eval.every = 153  # a pass over the data
     c.eval.problems = 500

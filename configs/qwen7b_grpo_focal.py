@@ -36,6 +36,7 @@ def get_config():
     c.rollout.max_response = 8192
     c.learn.minibatch = 64
     c.learn.microbatch = 8
+    c.learn.widths = 4  # 1,024 to 8,192 response columns, as a microbatch needs
     c.mesh.tp = 4
     c.checkpoint.every = c.eval.every = 153  # a pass over the data
     c.eval.problems = 500
