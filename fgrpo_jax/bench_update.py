@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from fgrpo_jax import config, sharding, validation, weights
+from fgrpo_jax import batches, config, sharding, weights
 from fgrpo_jax.bench_sampler import SHAPES, STOP, Shape, check, make_policy, prompts_of
 from fgrpo_jax.flops import Work, update_flop
 from fgrpo_jax.layout import SamplerSettings
@@ -66,7 +66,7 @@ def measure(
     with jax.set_mesh(mesh):
         abstract = abstract_state(policy, optimizer, mesh)
         state = init_state(jax.jit(policy.init)(jax.random.key(0)), optimizer, abstract)
-        how = UpdateSettings(make_objective(c), 1.0, 1, 512, shared, validation.widths(c))
+        how = UpdateSettings(make_objective(c), 1.0, 1, 512, shared, batches.widths(c))
         update = make_update(policy, optimizer, schedule, how, abstract)
         decode_params = weights.make_decode_params(policy, mesh, x.unroll)
         key = jax.random.key(0, impl="threefry2x32")

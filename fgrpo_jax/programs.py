@@ -21,6 +21,7 @@ from fgrpo_jax import (
     accelerators,
     adapters,
     attention,
+    batches,
     roofline,
     sharding,
     update,
@@ -93,7 +94,7 @@ def check_mesh(c: Config, m: ModelConfig, topology: Topology) -> tuple[int, int,
         )
         return replica, fsdp, tp
     except UserError as error:
-        rows = min(c.learn.microbatch, validation.minibatch_rows(c))
+        rows = min(c.learn.microbatch, batches.minibatch_rows(c))
         do = [
             f"fsdp {n // c.mesh.replica // tp} x tp {tp}"
             for tp in (1, 2, 4, 8, 16)
@@ -129,7 +130,7 @@ def _item(dtype: Any) -> int:
 
 
 def build(c: Config, topology: Topology, mean_response: int, found: list[Any]) -> Built:
-    """All programs of a step, as train.build makes them. Call it under no mesh."""
+    """All programs of a step, as build.build makes them. Call it under no mesh."""
     m, chip = model_shape(c.model.path), topology.chip
     axes = check_mesh(c, m, topology)
     mesh = sharding.make_mesh(*axes, devices=found)
@@ -141,7 +142,7 @@ def build(c: Config, topology: Topology, mean_response: int, found: list[Any]) -
         m, dtype, c.model.remat, m.vocab - 1, backends, shares_columns(c, chip.platform),
         adapters.make_lora(c),
     )  # fmt: skip
-    schedule = make_schedule(c.optim, validation.updates_a_step(c))
+    schedule = make_schedule(c.optim, batches.updates_a_step(c))
     optimizer = make_optimizer(c.optim, schedule)
     state = update.abstract_state(policy, optimizer, mesh)
     key = jax.eval_shape(lambda: jax.random.key(0, impl="threefry2x32"))
@@ -220,7 +221,7 @@ def build(c: Config, topology: Topology, mean_response: int, found: list[Any]) -
 
         return run
 
-    minibatch = validation.minibatch_rows(c)
+    minibatch = batches.minibatch_rows(c)
     job = roofline.Job(
         model=m, chip=chip, replica=axes[0], fsdp=axes[1], tp=axes[2],
         item=jnp.dtype(dtype).itemsize, prompts=c.rollout.prompts, samples=c.algo.group_size,
@@ -228,7 +229,7 @@ def build(c: Config, topology: Topology, mean_response: int, found: list[Any]) -
         microbatch=min(minibatch, c.learn.microbatch), epochs=c.learn.epochs,
         columns=c.data.max_prompt, response=c.rollout.max_response, mean_response=mean_response,
         remat=c.model.remat, logit_chunk=c.learn.logit_chunk,
-        old=validation.updates_a_step(c) > 1, reference=bool(c.kl.coef),
+        old=batches.updates_a_step(c) > 1, reference=bool(c.kl.coef),
         slots=X * layout.slots, waiting=X * layout.waiting, cached=layout.cached,
         flash=backends[0] != "xla", ragged=ragged, share_columns=policy.share_columns,
         adapters=sum(x.size for x in jax.tree.leaves(state.params)) if policy.lora else 0,
@@ -253,7 +254,7 @@ def learner_batch(c: Config, mesh: Any, whole: bool = False, arranged: bool = Tr
 
     whole: as packing.pack's. arranged: packed or by length, where the config asks for it.
     """
-    n, N = validation.minibatch_rows(c), c.rollout.subset or c.algo.group_size
+    n, N = batches.minibatch_rows(c), c.rollout.subset or c.algo.group_size
     pack = c.learn.pack if arranged else 0
     by_length = arranged and not pack and c.learn.widths > 1
     size = min(n, c.learn.microbatch)
@@ -277,7 +278,7 @@ def learner_batch(c: Config, mesh: Any, whole: bool = False, arranged: bool = Tr
         sampler_logp_BT=by_token,
         drawn_logp_BT=by_token if sampling.truncated else None,
         ref_logp_BT=by_token if c.kl.coef else None,
-        old_logp_BT=by_token if validation.updates_a_step(c) > 1 else None,
+        old_logp_BT=by_token if batches.updates_a_step(c) > 1 else None,
         length_BN=rows(jnp.int32, responses, N) if c.algo.aggregator == "lambda_grpo" else None,
         width_ZZ=numbers(*micros) if by_length else None,
         part_Bs=rows(jnp.int32, size, T) if pack else None,

@@ -11,7 +11,7 @@ import optax
 from jax.sharding import Mesh
 from jaxtyping import Array
 
-from fgrpo_jax import sharding, validation
+from fgrpo_jax import batches, sharding
 from fgrpo_jax.logprobs import batch_logprobs, rows_logprobs
 from fgrpo_jax.model import Policy
 from fgrpo_jax.objective import Objective, aggregate, make_objective, token_loss
@@ -41,8 +41,8 @@ def settings_of(c: Config, shards: int) -> UpdateSettings:
         temperature=c.rollout.temperature,
         epochs=c.learn.epochs,
         logit_chunk=c.learn.logit_chunk,
-        samples=validation.shared_rows(c, shards),
-        widths=validation.widths(c),
+        samples=batches.shared_rows(c, shards),
+        widths=batches.widths(c),
     )
 
 

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 from ml_collections import ConfigDict
 
-from fgrpo_jax import UserError, forms
+from fgrpo_jax import UserError, batches, forms
 from fgrpo_jax.answers import EXTRACT
 
 Config = Any  # a locked ConfigDict whose attributes are the keys of config.default()
@@ -254,7 +254,7 @@ def _check_batches(c: Config) -> None:
     )
     start, end = c.optim.decay_start, c.optim.decay_end
     need(
-        (start == end == 0) or c.optim.warmup / updates_a_step(c) <= start < end,
+        (start == end == 0) or c.optim.warmup / batches.updates_a_step(c) <= start < end,
         f"optim.decay_start and optim.decay_end are {start} and {end} rollout steps: the fall must "
         f"begin after optim.warmup, {c.optim.warmup} updates, and before it ends",
     )
@@ -271,36 +271,12 @@ def _check_batches(c: Config) -> None:
         c.learn.pack == 0 or c.learn.widths == 1,
         f"learn.widths is {c.learn.widths} and learn.pack is set: packed rows have one width, 1",
     )
-    rows = minibatch_rows(c)
+    rows = batches.minibatch_rows(c)
     need(
         rows % min(rows, c.learn.microbatch) == 0,
         f"learn.microbatch is {c.learn.microbatch}: it must divide the minibatch's {rows} rows "
         f"(learn.minibatch * {'rollout.subset' if c.rollout.subset else 'algo.group_size'})",
     )
-
-
-def minibatch_rows(c: Config) -> int:
-    """Rows of an optimizer update."""
-    return c.learn.minibatch * (c.rollout.subset or c.algo.group_size)
-
-
-def widths(c: Config) -> tuple[int, ...]:
-    """Response columns that the update is compiled for, ascending: halves of the most, whole
-    tiles of 128 where they are longer than one."""
-    T = c.rollout.max_response
-    halves = [-(-T >> k) for k in range(c.learn.widths)]
-    return tuple(sorted({min(T, -(-n // 128) * 128) if n > 128 else n for n in halves}))
-
-
-def shared_rows(c: Config, shards: int) -> int:
-    """Adjacent rows of a device's microbatch that have one prompt."""
-    rows = min(minibatch_rows(c), c.learn.microbatch) // shards
-    return math.gcd(rows, minibatch_rows(c) // c.learn.minibatch)
-
-
-def updates_a_step(c: Config) -> int:
-    """Optimizer updates of a rollout step."""
-    return c.rollout.prompts // c.learn.minibatch * c.learn.epochs
 
 
 def check_mesh(c: Config, devices: int, hosts: int = 1) -> tuple[int, int, int]:
@@ -321,7 +297,7 @@ def check_mesh(c: Config, devices: int, hosts: int = 1) -> tuple[int, int, int]:
     )
     for key, size in (
         ("rollout.prompts", c.rollout.prompts),
-        ("learn.microbatch", min(c.learn.microbatch, minibatch_rows(c))),
+        ("learn.microbatch", min(c.learn.microbatch, batches.minibatch_rows(c))),
     ):
         need(
             size % shards == 0,

@@ -5,11 +5,11 @@ from inspect import getsource
 import pytest
 
 import fgrpo_jax
-from fgrpo_jax import UserError, cautions, config, validation
+from fgrpo_jax import UserError, batches, cautions, config, validation
 
 PACKAGE = pathlib.Path(fgrpo_jax.__file__).parent
 CONFIGS = sorted((PACKAGE.parent / "configs").glob("*.py"))
-READERS = (validation.check_mesh, validation.widths)  # what there uses a key, not only checks it
+READERS = (validation.check_mesh, batches.widths)  # what there uses a key, not only checks it
 
 
 def test_each_key_is_read_somewhere():
@@ -278,12 +278,12 @@ def test_mesh(tmp_path):
 def test_rows_that_share_a_prompt(tmp_path):
     c = config.load(write(tmp_path, PLAIN))
     c.algo.group_size, c.learn.minibatch, c.learn.microbatch = 8, 32, 64
-    shared = {shards: validation.shared_rows(c, shards) for shards in (1, 4, 8, 16, 64)}
+    shared = {shards: batches.shared_rows(c, shards) for shards in (1, 4, 8, 16, 64)}
     assert shared == {1: 8, 4: 8, 8: 8, 16: 4, 64: 1}
     c.learn.microbatch = 96  # rows a device: 24, of which 8 have a prompt
-    assert validation.shared_rows(c, 4) == 8
+    assert batches.shared_rows(c, 4) == 8
     c.rollout.subset = 3
-    assert validation.shared_rows(c, 4) == 3
+    assert batches.shared_rows(c, 4) == 3
 
 
 def test_cudnn_knows_no_packed_rows(tmp_path):

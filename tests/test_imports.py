@@ -11,7 +11,7 @@ import fgrpo_jax
 
 PACKAGE = pathlib.Path(fgrpo_jax.__file__).parent
 ROWS = [
-    "structs sharding distributed numerics forms answers timing accelerators hlo",
+    "structs sharding distributed numerics forms answers timing accelerators hlo batches",
     "validation fields arithmetic ragged packing sampling preemption",
     "config cautions adapters attention advantages losses kl aggregators shaping pass_at_k "
     "tokenizer sources",
@@ -22,8 +22,8 @@ ROWS = [
     "sampler update",
     "rollouts evaluate programs",
     "reference report bench_losses bench_sampler compiles",
-    "train sft bench_update plan",
-    "bench",
+    "build sft bench_update plan",
+    "train bench",
     "main",
 ]
 ROW = {name: row for row, names in enumerate(ROWS) for name in names.split()}

@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 
 import fgrpo_jax
-from fgrpo_jax import UserError, arithmetic, config, train
+from fgrpo_jax import UserError, arithmetic, build, config, train
 
 ROOT = pathlib.Path(fgrpo_jax.__file__).parents[1]
 METHODS = sorted(path.stem for path in (ROOT / "configs/methods").glob("*.py"))
@@ -108,7 +108,7 @@ def test_dynamic_sampling_reports_and_goes_on_where_it_was(run):
 
 
 def test_when_no_batch_fills_what_was_learnt_is_kept(run, monkeypatch):
-    make_draw = train.make_draw
+    make_draw = build.make_draw
 
     def tiring(*arguments):
         draw = make_draw(*arguments)
@@ -120,7 +120,7 @@ def test_when_no_batch_fills_what_was_learnt_is_kept(run, monkeypatch):
 
         return tired
 
-    monkeypatch.setattr(train, "make_draw", tiring)
+    monkeypatch.setattr(build, "make_draw", tiring)
     with pytest.raises(UserError, match="gave 1 group"):
         run("rloo", name="tired")
     monkeypatch.undo()

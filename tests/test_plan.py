@@ -14,13 +14,13 @@ from rich.console import Console
 from fgrpo_jax import (
     UserError,
     accelerators,
+    batches,
     compiles,
     config,
     hlo,
     plan,
     programs,
     rollouts,
-    validation,
 )
 from fgrpo_jax.accelerators import Chip, Topology
 from fgrpo_jax.model import backends_of
@@ -122,7 +122,7 @@ def test_the_learner_batch_is_that_of_rollouts(overrides, whole):
     mesh = jax.make_mesh((1, 8, 1), ("replica", "fsdp", "tp"))
     P, C, T = c.rollout.prompts, c.data.max_prompt, c.rollout.max_response
     N = c.rollout.subset or c.algo.group_size
-    rows = validation.minibatch_rows(c)
+    rows = batches.minibatch_rows(c)
     row = lambda kind, *shape: np.zeros((P * N, *shape), kind)
     group = lambda kind: np.zeros((P, N), kind)
     prompts = Prompts(
@@ -135,7 +135,7 @@ def test_the_learner_batch_is_that_of_rollouts(overrides, whole):
             group(np.float32), group(np.float32), group(bool), (), (), row(np.float32, T),
         ),
         group(np.float32), P // c.learn.minibatch, rows // min(rows, c.learn.microbatch), mesh,
-        with_lengths=True, pack=c.learn.pack, whole=whole, widths=validation.widths(c),
+        with_lengths=True, pack=c.learn.pack, whole=whole, widths=batches.widths(c),
     )  # fmt: skip
     shapes = programs.learner_batch(c, mesh, whole)
     if shapes.old_logp_BT is not None:  # which fills it up
