@@ -1,6 +1,7 @@
 """What a config may say but hardly means: one clear sentence each."""
 
-from fgrpo_jax.validation import Config, keys, updates_a_step
+from fgrpo_jax.batches import updates_a_step
+from fgrpo_jax.validation import Config, keys
 
 ONLY_WITH = {  # key -> the key and the values with which it is read
     "algo.tau_right": ("algo.name", ["sapo"]),
