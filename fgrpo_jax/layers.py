@@ -204,7 +204,9 @@ class MLP(nn.Module):
         c = self.config
         gate = Linear((c.feed_forward, c.width), name="gate_proj")(x_BTD)
         up = Linear((c.feed_forward, c.width), name="up_proj")(x_BTD)
-        hidden_BTF = constrain(nn.silu(gate) * up, "BTF")
+        # the backward pass makes it again: a layer then keeps gate and up alone
+        hidden = jax.checkpoint(lambda gate, up: nn.silu(gate) * up, prevent_cse=False)(gate, up)
+        hidden_BTF = constrain(hidden, "BTF")
         return Linear((c.width, c.feed_forward), name="down_proj")(hidden_BTF)
 
 
