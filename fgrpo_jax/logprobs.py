@@ -53,7 +53,8 @@ def response_logprobs(
             logits_BtV -= top_Bt[..., None]
             odds_BtV = jnp.exp(logits_BtV)
             sum_Bt = odds_BtV.sum(axis=-1)
-            logp_Bt = _pick(logits_BtV.shape[-1], logits_BtV, target_Bt) - jnp.log(sum_Bt)
+            logp_Bt = jnp.asarray(_pick(logits_BtV.shape[-1], logits_BtV, target_Bt))
+            logp_Bt -= jnp.log(sum_Bt)
             seen = (odds_BtV, logits_BtV, sum_Bt)
             odds_BtV, logits_BtV, sum_Bt = seen if entropy_gradient else jax.lax.stop_gradient(seen)
             entropy_Bt = jnp.log(sum_Bt) - (odds_BtV * logits_BtV).sum(axis=-1) / sum_Bt

@@ -7,20 +7,26 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
+from fgrpo_jax import sharding
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 3))
+
 def product(equation: str, x: Array, weight: Array, dtype: Any = None) -> Array:
     """jnp.einsum of two arrays, accumulated and returned in dtype.
 
     For the gradient of the weight, a sum over rows, XLA on a CPU first copies the result's
-    cotangent transposed. Where that is larger than x, the CPU gets the same gradient with its own
-    axes turned to compute, and so transposes x.
+    cotangent transposed. Where that is larger than both others together, the CPU gets the same
+    gradient with its own axes turned to compute, and so transposes x, and what comes out.
     """
+    return jnp.asarray(_product(equation, x, weight, dtype))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 3))
+def _product(equation: str, x: Array, weight: Array, dtype: Any) -> Array:
     return jnp.einsum(equation, x, weight, preferred_element_type=dtype)
 
 
 def _forward(equation: str, x: Array, weight: Array, dtype: Any) -> tuple[Array, Any]:
-    return product(equation, x, weight, dtype), (x, weight)
+    return _product(equation, x, weight, dtype), (x, weight)
 
 
 def _backward(equation: str, dtype: Any, kept: tuple[Array, Array], y_: Array) -> Any:
@@ -41,11 +47,12 @@ def _backward(equation: str, dtype: Any, kept: tuple[Array, Array], y_: Array) -
         return jnp.einsum(f"{axes}->{weight_axes}", weight_).astype(weight.dtype)
 
     x_, weight_ = plain(x, weight, y_)
-    if y_.size > x.size:
+    # several devices of a CPU stand for an accelerator's, and reduce gradients as those do
+    if y_.size > x.size + weight.size and sharding.shards(*sharding.AXES) == 1:
         weight_ = jax.lax.platform_dependent(
             x, weight, y_, cpu=turned, default=lambda *args: plain(*args)[1]
         )
     return x_, weight_
 
 
-product.defvjp(_forward, _backward)
+_product.defvjp(_forward, _backward)
