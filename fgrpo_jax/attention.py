@@ -21,6 +21,7 @@ from jaxtyping import Array, Float, Int
 
 from fgrpo_jax import UserError, ragged, sharding
 from fgrpo_jax.numerics import MASKED
+from fgrpo_jax.products import product
 from fgrpo_jax.ragged import LANES
 
 ATTENTION = ("auto", "xla", "splash", "cudnn")  # the values of model.attention
@@ -74,31 +75,6 @@ def _obstacle(attention: str, platform: str, dtype: Any, head_size: int, packed:
     return ""
 
 
-def attend(
-    q_BTQH: Float[Array, "B T Q H"], sources: list[tuple[Array, Array, Array]]
-) -> Float[Array, "B T Q H"]:
-    """Softmax attention over the union of the keys of several sources, none of them copied.
-
-    Each source is (keys [B K S H], values [B K S H], mask [B T S]).
-    """
-    B, T, Q, H = q_BTQH.shape
-    K = sources[0][0].shape[1]
-    q_BTKGH = q_BTQH.reshape(B, T, K, Q // K, H)
-    scores = []
-    for k_BKSH, _, mask_BTS in sources:
-        score_BKGTS = jnp.einsum(
-            "BTKGH,BKSH->BKGTS", q_BTKGH, k_BKSH, preferred_element_type=jnp.float32
-        )
-        scores.append(jnp.where(mask_BTS[:, None, None], score_BKGTS * H**-0.5, MASKED))
-    weights = jax.nn.softmax(jnp.concatenate(scores, axis=-1), axis=-1).astype(q_BTQH.dtype)
-    out, start = jnp.zeros_like(q_BTKGH), 0
-    for _, v_BKSH, _ in sources:
-        part = jax.lax.slice_in_dim(weights, start, start + v_BKSH.shape[2], axis=-1)
-        out += jnp.einsum("BKGTS,BKSH->BTKGH", part, v_BKSH)
-        start += v_BKSH.shape[2]
-    return out.reshape(B, T, Q, H)
-
-
 def causal_attention(
     q_BTQH: Float[Array, "B T Q H"],
     k_BKSH: Float[Array, "B K S H"],
@@ -139,7 +115,21 @@ def _causal_xla(q_BTQH, k_BKSH, v_BKSH, start_B, part_BT):
         same_BTT = part_BT[:, :, None] == part_BT[:, None, :]
         before = k_BKSH.shape[2] - q_BTQH.shape[1]
         mask_BTS &= jnp.pad(same_BTT, [(0, 0), (0, 0), (before, 0)], constant_values=True)
-    return attend(q_BTQH, [(k_BKSH, v_BKSH, mask_BTS)])
+    (B, T, Q, H), (_, K, S, _) = q_BTQH.shape, k_BKSH.shape
+    G = Q // K
+    # U: the G x T queries of a key head, one axis, so that a CPU multiplies matrices as they lie
+    q_BKUH = q_BTQH.reshape(B, T, K, G, H).transpose(0, 2, 3, 1, 4).reshape(B, K, G * T, H)
+    score_BKUS = product("BKUH,BKSH->BKUS", q_BKUH, k_BKSH, jnp.float32)
+    score_BKGTS = score_BKUS.reshape(B, K, G, T, S) * H**-0.5
+    score_BKGTS = jnp.where(mask_BTS[:, None, None], score_BKGTS, MASKED)
+    score_BKUS = score_BKGTS.reshape(B, K, G * T, S)
+    # the softmax normalised after the product: one array of its size to make and to keep, not two
+    top_BKU = jax.lax.stop_gradient(score_BKUS.max(axis=-1))
+    weight_BKUS = jnp.exp(score_BKUS - top_BKU[..., None])
+    out_BKUH = product("BKUS,BKSH->BKUH", weight_BKUS.astype(q_BTQH.dtype), v_BKSH, jnp.float32)
+    out_BKUH /= weight_BKUS.sum(axis=-1)[..., None]
+    out_BKGTH = out_BKUH.astype(q_BTQH.dtype).reshape(B, K, G, T, H)
+    return out_BKGTH.transpose(0, 3, 1, 2, 4).reshape(B, T, Q, H)
 
 
 def _splash_block(columns: int) -> int:

@@ -5,6 +5,7 @@ Linen used thinly: explicit names in Hugging Face's order, and a weight in Huggi
 """
 
 import dataclasses
+import functools
 from typing import Any
 
 import flax.linen as nn
@@ -16,6 +17,7 @@ from jaxtyping import Array
 from fgrpo_jax import UserError
 from fgrpo_jax.adapters import EQUATIONS, equations
 from fgrpo_jax.attention import causal_attention, decode_attention
+from fgrpo_jax.products import product
 from fgrpo_jax.sharding import constrain
 
 
@@ -90,25 +92,24 @@ class Past:
     width: int | None = struct.field(pytree_node=False, default=None)
 
 
-def multiply(equation: str, x: Array, weight: Array, **options: Any) -> Array:
-    """jnp.einsum of an activation "B..." and a weight.
+def multiply(equation: str, x: Array, weight: Array, dtype: Any = None) -> Array:
+    """products.product of an activation "B..." and a weight.
 
     A CPU multiplies the few rows of a decode step fastest with the weight first, which XLA would
     undo but for the barrier.
     """
-
-    def plain(x: Array, weight: Array) -> Array:
-        return jnp.einsum(equation, x, weight, **options)
+    plain = functools.partial(jnp.einsum, equation, preferred_element_type=dtype)
 
     def weight_first(x: Array, weight: Array) -> Array:
         inputs, out = equation.split("->")
         rows = next(n for n in range(len(out)) if out[n] not in inputs.split(",")[0])
         turned = f"{','.join(inputs.split(',')[::-1])}->{out[rows:]}{out[:rows]}"
-        y = jax.lax.optimization_barrier(jnp.einsum(turned, weight, x, **options))
+        y = jnp.einsum(turned, weight, x, preferred_element_type=dtype)
+        y = jax.lax.optimization_barrier(y)
         return jnp.moveaxis(y, range(-rows, 0), range(rows))
 
     if x.ndim > 2 and x.shape[1] > 1:  # whole rows
-        return plain(x, weight)
+        return product(equation, x, weight, dtype)
     return jax.lax.platform_dependent(x, weight, cpu=weight_first, default=plain)
 
 
@@ -203,7 +204,9 @@ class MLP(nn.Module):
         c = self.config
         gate = Linear((c.feed_forward, c.width), name="gate_proj")(x_BTD)
         up = Linear((c.feed_forward, c.width), name="up_proj")(x_BTD)
-        hidden_BTF = constrain(nn.silu(gate) * up, "BTF")
+        # the backward pass makes it again: a layer then keeps gate and up alone
+        hidden = jax.checkpoint(lambda gate, up: nn.silu(gate) * up, prevent_cse=False)(gate, up)
+        hidden_BTF = constrain(hidden, "BTF")
         return Linear((c.width, c.feed_forward), name="down_proj")(hidden_BTF)
 
 

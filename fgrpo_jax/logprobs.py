@@ -1,6 +1,7 @@
 """Log-probabilities and entropies of response tokens, chunked: never a [B, T, V] array."""
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -50,13 +51,18 @@ def response_logprobs(
             hidden_BSD = policy.hidden(params, tokens_BS, start_B)
             hidden_BTD = hidden_BSD[:, -response - 1 : -1]  # column j predicts column j + 1
 
-        @jax.checkpoint  # the backward pass makes a chunk's logits again
         def piece(hidden_BtD, target_Bt):
             logits_BtV = policy.logits(params, hidden_BtD, temperature)
-            logp_BtV = jax.nn.log_softmax(logits_BtV, axis=-1)
-            seen_BtV = logp_BtV if entropy_gradient else jax.lax.stop_gradient(logp_BtV)
-            entropy_Bt = -(jnp.exp(seen_BtV) * seen_BtV).sum(axis=-1)
-            return jnp.take_along_axis(logp_BtV, target_Bt[..., None], axis=-1)[..., 0], entropy_Bt
+            top_Bt = jax.lax.stop_gradient(logits_BtV.max(axis=-1))
+            logits_BtV -= top_Bt[..., None]
+            odds_BtV = jnp.exp(logits_BtV)
+            sum_Bt = odds_BtV.sum(axis=-1)
+            logp_Bt = jnp.asarray(_pick(logits_BtV.shape[-1], logits_BtV, target_Bt))
+            logp_Bt -= jnp.log(sum_Bt)
+            seen = (odds_BtV, logits_BtV, sum_Bt)
+            odds_BtV, logits_BtV, sum_Bt = seen if entropy_gradient else jax.lax.stop_gradient(seen)
+            entropy_Bt = jnp.log(sum_Bt) - (odds_BtV * logits_BtV).sum(axis=-1) / sum_Bt
+            return logp_Bt, entropy_Bt
 
         if response <= chunk:
             return piece(hidden_BTD, target_BT)
@@ -70,8 +76,27 @@ def response_logprobs(
         def join(x):
             return x.swapaxes(0, 1).reshape(x.shape[1], -1)[:, :response]
 
-        logp, entropy = jax.lax.map(lambda xs: piece(*xs), (split(hidden_BTD), split(target_BT)))
+        again = jax.checkpoint(piece)  # the backward pass makes a chunk's logits again
+        logp, entropy = jax.lax.map(lambda xs: again(*xs), (split(hidden_BTD), split(target_BT)))
         return join(logp), join(entropy)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _pick(vocab: int, x_BTV: Array, index_BT: Array) -> Array:
+    """x_BTV[b, t, index_BT[b, t]]; a gather's gradient would scatter into an array of zeros."""
+    return jnp.take_along_axis(x_BTV, index_BT[..., None], axis=-1)[..., 0]
+
+
+def _pick_forward(vocab: int, x_BTV: Array, index_BT: Array) -> tuple[Array, Array]:
+    return _pick(vocab, x_BTV, index_BT), index_BT
+
+
+def _pick_backward(vocab: int, index_BT: Array, y_BT: Array) -> tuple[Array, None]:
+    here_BTV = jnp.arange(vocab)[None, None] == index_BT[..., None]
+    return jnp.where(here_BTV, y_BT[..., None], 0), None
+
+
+_pick.defvjp(_pick_forward, _pick_backward)
 
 
 def rows_logprobs(

@@ -256,9 +256,7 @@ class Policy:
         c = self.config
         weight_VD = params["embed_tokens" if c.tied else "lm_head"]["weight"]
         equation = "BTD,VD->BTV" if hidden.ndim == 3 else "BD,VD->BV"
-        logits = multiply(
-            equation, hidden, weight_VD.astype(hidden.dtype), preferred_element_type=jnp.float32
-        )
+        logits = multiply(equation, hidden, weight_VD.astype(hidden.dtype), jnp.float32)
         logits = constrain(logits, "BTV" if logits.ndim == 3 else "BV") / temperature
         if self.tokens is None or self.tokens >= c.vocab:
             return logits
