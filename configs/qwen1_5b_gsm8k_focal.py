@@ -7,12 +7,13 @@ models/Qwen2.5-1.5B is the checkpoint's folder; the source needs `pip install da
 update, are rooflines, so that a real step takes longer:
 
     hardware      --topology  with --config.                         GiB         of     s
-    v5e-8         v5e:2x4                                             9.2   7.0  15.75   9 + 31
-    2 x RTX 4090  rtx4090:2   learn.microbatch=8 rollout.cache_gib=5 16.7  17.9  23.6   39 + 146
-    1 x RTX 4090  rtx4090:1   learn.microbatch=8 and Qwen2.5-0.5B    10.7  15.7  23.6   26 + 92
+    v5e-8         v5e:2x4                                             9.2   6.8  15.75  10 + 31
+    2 x RTX 4090  rtx4090:2   learn.microbatch=8 rollout.cache_gib=5 16.7  16.2  23.6   41 + 146
+    1 x RTX 4090  rtx4090:1   learn.microbatch=8 rollout.cache_gib=8 14.2  11.2  23.6   69 + 234
 
 One GPU of 24 GB cannot train all of 1.5B: float32 weights, their moments and a gradient are 23 GiB.
-On GPUs set XLA_PYTHON_CLIENT_MEM_FRACTION=0.95.
+The last row is with --method configs/methods/lora.py, which trains adapters. On GPUs set
+XLA_PYTHON_CLIENT_MEM_FRACTION=0.95.
 """
 
 from fgrpo_jax import config

@@ -3,8 +3,8 @@
     python -m fgrpo_jax.main --config configs/qwen72b_grpo_focal.py
 
 models/Qwen2.5-72B and data/ as there. v5p-128 by `python -m fgrpo_jax.plan --topology v5p:4x4x4` at
-O0, responses 4,096 tokens on average: 81.9 GiB in the rollout and 34.1 in the update, of 95; 254 +
-497 s a step at best, by rooflines. mesh.tp = 8 does not lie on 4 x 4 x 4.
+O0, responses 4,096 tokens on average: 81.5 GiB in the rollout and 25.4 in the update, of 95; 261 +
+497 s a step at best, by rooflines.
 """
 
 from fgrpo_jax import config
