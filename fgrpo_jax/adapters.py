@@ -78,7 +78,8 @@ class Lora:
         return {"layers": layers}
 
     def join(self, base: Any, adapters: Any) -> Any:
-        """The base's params with the adapters in them, as layers.Linear takes them."""
+        """The base's params with the adapters in them, as layers.Linear takes them: alpha / R is
+        in lora_B then."""
 
         def overlay(tree: Any, more: Any) -> Any:
             if "lora_A" in more:

@@ -1,4 +1,4 @@
-"""python -m fgrpo_jax.bench losses|sampler|update: what a part costs on this machine."""
+"""python -m fgrpo_jax.bench losses|sampler|update|step: what a part costs on this machine."""
 
 import argparse
 import sys
@@ -12,7 +12,9 @@ def main(argv: list[str]) -> int:
     losses = parts.add_parser("losses", help="value and gradient of each surrogate")
     losses.add_argument("--repeats", type=int, default=20)
     sampler = parts.add_parser("sampler", help="prefill and decode of a random model, as JSON")
-    update = parts.add_parser("update", help="an update, and a step of rollout and update, as JSON")
+    update = parts.add_parser(
+        "update", aliases=["step"], help="an update, and a step of rollout and update, as JSON"
+    )
     for part in (sampler, update):
         part.add_argument("--repeats", type=int, default=5)
         part.add_argument(
@@ -41,6 +43,7 @@ def main(argv: list[str]) -> int:
             "losses": bench_losses.run,
             "sampler": bench_sampler.run,
             "update": bench_update.run,
+            "step": bench_update.run,
         }[part](**arguments)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)

@@ -27,7 +27,7 @@ from fgrpo_jax import (
 )
 from fgrpo_jax import tokenizer as tokenizers
 from fgrpo_jax import workdir as workdirs
-from fgrpo_jax.checkpoint import Checkpoints
+from fgrpo_jax.checkpoint import Checkpoints, checksums
 from fgrpo_jax.config import Config
 from fgrpo_jax.estimators import make_advantage, shape_rewards
 from fgrpo_jax.evaluate import make_evaluate
@@ -70,6 +70,7 @@ def build(
     console: Console,
     stack: contextlib.ExitStack,
     watch: Stopwatch,
+    adapter_key: jax.Array,
 ) -> tuple[Parts, TrainState]:
     """The parts of a run and its state, restored where the workdir has a checkpoint.
 
@@ -90,7 +91,7 @@ def build(
     weights.check(folder, policy)
     reference_folder = folder
     if c.kl.reference:
-        reference_folder = weights.resolve(c.kl.reference)
+        reference_folder = weights.resolve(c.kl.reference, "kl.reference")
         weights.check(reference_folder, policy)
     scorer = stack.enter_context(rewards.Scorer(c.reward, c.score.workers, c.score.timeout))
     train_set, held_out = (
@@ -162,9 +163,9 @@ def build(
     microbatches = rows // min(rows, c.learn.microbatch)
     for warning in cautions.warnings(c, config.default()):
         console.print(f"warning: {warning}")
-    state = checkpoints.restore(abstract)
-    adapter_key = jax.random.split(jax.random.key(c.seed, impl="threefry2x32"), 3)[2]
     base = weights.load(folder, policy, mesh, policy.dtype) if policy.lora else None
+    checkpoints.beside = checksums(base)  # the adapters' model
+    state = checkpoints.restore(abstract)
     if state is None:
         fresh = weights.load(folder, policy, mesh) if base is None else policy.trained(adapter_key)
         state = init_state(fresh, optimizer, abstract)
@@ -172,7 +173,7 @@ def build(
         raise UserError(f"{workdir} has already done {int(state.step)} steps: raise steps")
     reference: dict[str, Callable[[Rollouts], Rollouts]] = {}  # by where its KL goes
     if c.kl.coef:
-        own = base is None or reference_folder != folder
+        own = base is None or c.kl.offload or reference_folder.resolve() != folder.resolve()
         logprobs = make_reference(
             dataclasses.replace(policy, lora=None),
             weights.load(reference_folder, policy, mesh, policy.dtype) if own else base,
@@ -187,9 +188,12 @@ def build(
 
     def export_policy(out: pathlib.Path, params: Any) -> None:
         if policy.lora and c.lora.export == "adapter":
-            return export.export_adapters(out, params, policy.lora, c.model.path, folder)
-        whole = jax.jit(policy.merged)(params, base) if policy.lora else params
-        export.export(out, whole, folder)
+            return export.export_adapters(out, params, policy.lora, folder)
+        if policy.lora:  # into the weights as they are in the folder, not as they compute
+            whole = weights.load(folder, policy, mesh)
+            layout = sharding.state_shardings(mesh, whole)
+            params = jax.jit(policy.merged, out_shardings=layout, donate_argnums=1)(params, whole)
+        export.export(out, params, folder)
 
     workdirs.claim(c, workdir)
     return Parts(

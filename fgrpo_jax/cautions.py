@@ -1,6 +1,6 @@
 """What a config may say but hardly means: one clear sentence each."""
 
-from fgrpo_jax.batches import updates_a_step
+from fgrpo_jax.batches import minibatch_rows, updates_a_step
 from fgrpo_jax.validation import Config, keys
 
 ONLY_WITH = {  # key -> the key and the values with which it is read
@@ -44,6 +44,10 @@ def warnings(c: Config, default: Config) -> list[str]:
         "out where they are longest": c.score.overlong_buffer > 0 and c.algo.truncated != "keep",
         f"{c.algo.name} never clips here: with one optimizer update a step all ratios are 1": (
             updates == 1 and c.algo.name in ("gspo", "gspo_token", "gmpo")
+        ),
+        f"learn.widths is {c.learn.widths} and a minibatch is one microbatch, whose rows all take "
+        "the longest one's width: lower learn.microbatch": (
+            c.learn.widths > 1 and c.learn.microbatch >= minibatch_rows(c)
         ),
         f"reinforce corrects for no ratio, and {updates} optimizer updates a step leave the policy "
         "that sampled": updates > 1 and c.algo.name == "reinforce",

@@ -19,6 +19,7 @@ class Checkpoints:
 
     def __init__(self, folder: pathlib.Path, keep: int):
         self.folder = folder
+        self.beside: dict[str, int] = {}  # checksums of what is trained beside, and is not saved
         self.newest = -1  # the step of the last checkpoint that was saved or restored
         logging.getLogger("absl").setLevel(
             logging.ERROR
@@ -34,9 +35,12 @@ class Checkpoints:
         """Returns when the checkpoint is whole on disk, at once if it is the newest there."""
         if step == self.newest:
             return
-        content = {"state": state, "meta": {"checksums": checksums(state)}}
+        content = {"state": state, "meta": self._meta(state)}
         self._store.save_checkpointables(step, content, force=True, overwrite=True)
         self.newest = step
+
+    def _meta(self, state: TrainState) -> dict[str, dict[str, int]]:
+        return {"checksums": checksums(state), "beside": self.beside}
 
     def restore(self, abstract: TrainState) -> TrainState | None:
         """The newest whole checkpoint in the layout of `abstract` (shapes with shardings), or None
@@ -49,6 +53,8 @@ class Checkpoints:
                 state = self._load(step, abstract)
                 self.newest = step
                 return state
+            except UserError:
+                raise
             except Exception as error:
                 folder = self.folder / str(step)
                 print(f"checkpoint {folder} is damaged and passed over: {error}", file=sys.stderr)
@@ -58,6 +64,11 @@ class Checkpoints:
 
     def _load(self, step: int, abstract: TrainState) -> TrainState:
         content = self._store.load_checkpointables(step, {"state": abstract, "meta": None})
+        if content["meta"].get("beside", {}) != self.beside:
+            raise UserError(
+                f"{self.folder / str(step)} holds adapters of other weights than model.path has "
+                "now: give the model that the run began with, or another --workdir"
+            )
         saved, found = content["meta"]["checksums"], checksums(content["state"])
         wrong = [name for name in saved.keys() | found.keys() if saved.get(name) != found.get(name)]
         if wrong:

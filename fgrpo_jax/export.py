@@ -95,13 +95,9 @@ def export(folder: pathlib.Path, params: Any, like: pathlib.Path) -> None:
         _copy(like, partial)
 
 
-def export_adapters(
-    folder: pathlib.Path, adapters: Any, lora: Lora, path: str, like: pathlib.Path
-) -> None:
-    """Writes the adapters as a peft folder, with the tokenizer of the folder `like`.
-
-    path: of the model that they are beside, as peft shall load it.
-    """
+def export_adapters(folder: pathlib.Path, adapters: Any, lora: Lora, like: pathlib.Path) -> None:
+    """Writes the adapters as a peft folder, which names the model's folder `like` as theirs and
+    has its tokenizer."""
     from safetensors.numpy import save_file
 
     tensors = {}
@@ -118,7 +114,7 @@ def export_adapters(
         settings = {
             "peft_type": "LORA",
             "task_type": "CAUSAL_LM",
-            "base_model_name_or_path": path,
+            "base_model_name_or_path": str(like.resolve()),
             "r": lora.rank,
             "lora_alpha": lora.alpha,
             "target_modules": sorted(lora.targets),

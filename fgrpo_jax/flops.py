@@ -44,16 +44,22 @@ class Work(NamedTuple):
 BACKWARD = 2  # times the forward pass: gradients of the inputs, and of the weights
 
 
+def attention_flop(m: ModelConfig, work: Work) -> Number:
+    """Of scores and their products with values, forward."""
+    return 4 * m.layers * m.heads * m.head_size * work.pairs
+
+
 def forward_flop(m: ModelConfig, work: Work) -> Number:
     """What the model needs, the same on any machine: matrices and head, attention's pairs."""
     matrices = (work.prompts + work.tokens) * m.layers * m.layer_matrices
-    attention = m.layers * m.heads * m.head_size * work.pairs
-    return 2 * (matrices + work.tokens * m.vocab * m.width) + 4 * attention
+    return 2 * (matrices + work.tokens * m.vocab * m.width) + attention_flop(m, work)
 
 
 def update_flop(m: ModelConfig, work: Work, frozen: bool = False) -> Number:
     """Forward and backward; what is computed again in the backward pass is not counted.
 
-    frozen: the weights, so that only inputs need gradients; those of adapters are not counted.
+    frozen: the weights, so that they need no gradients; those of adapters are not counted.
     """
-    return (1 + (BACKWARD / 2 if frozen else BACKWARD)) * forward_flop(m, work)
+    whole = (1 + BACKWARD) * forward_flop(m, work)
+    of_weights = forward_flop(m, work) - attention_flop(m, work)
+    return whole - of_weights if frozen else whole

@@ -1,12 +1,14 @@
 """Asked to stop: SIGTERM, SIGINT or a notice of the platform's, found where the run can leave off.
 
-A rollout step outlasts the half minute that a spot machine is given, so it is looked for between
-decode chunks: what was sampled is dropped, and its keys make it again.
+A rollout outlasts the half minute that a spot machine is given, so it is looked for between decode
+chunks, and once more before the update, which is the longest wait: what was sampled is dropped,
+and its keys make it again.
 """
 
 import os
 import signal
 import socket
+import sys
 import threading
 from typing import Any
 
@@ -40,25 +42,33 @@ class Notice:
             for number in numbers:
                 if number == signal.SIGINT and self._asked:
                     os._exit(128 + number)
-                if number in self._before:
+                if number in self._before and not self._asked:
                     self._asked = True
+                    print(
+                        "asked to stop: the run leaves off when it next can, and saves; interrupt "
+                        "again to end at once",
+                        file=sys.stderr,
+                    )
                     if distributed.hosts() > 1:
                         os.kill(os.getpid(), signal.SIGTERM)
 
     def __enter__(self) -> "Notice":
         taken = [signal.SIGINT] if distributed.hosts() > 1 else [signal.SIGINT, signal.SIGTERM]
-        self._before = {number: signal.signal(number, lambda *_: None) for number in taken}
+        before = {number: signal.getsignal(number) for number in taken}
+        self._before = {n: was for n, was in before.items() if was is not signal.SIG_IGN}  # nohup
         self._reader, self._writer = socket.socketpair()
         self._writer.setblocking(False)
         self._wakeup = signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
         self._thread = threading.Thread(target=self._listen, daemon=True)
         self._thread.start()
+        for number in self._before:
+            signal.signal(number, lambda *_: None)
         return self
 
     def __exit__(self, *_: object) -> None:
-        signal.set_wakeup_fd(self._wakeup)
         for number, handler in self._before.items():
             signal.signal(number, handler)
+        signal.set_wakeup_fd(self._wakeup)
         self._writer.close()  # which ends the thread
         self._thread.join()
         self._reader.close()

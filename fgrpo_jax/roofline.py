@@ -169,9 +169,9 @@ def phases(j: Job) -> dict[str, Cost]:
     layers = one - 2 * w.table * j.response
     attention = layers - 2 * m.layers * w.layer * S
     again = {"none": 0, "dots": attention, "attention": layers - attention, "full": layers}
-    # adapters need the gradients of inputs, not those of weights; logits are made again
-    backward = BACKWARD / 2 if j.adapters else BACKWARD
-    passes = (1 + backward) * one + again[j.remat] + (one - layers)
+    # logits are made again; beside adapters, weights need no gradients
+    passes = (1 + BACKWARD) * one + again[j.remat] + (one - layers)
+    passes -= (one - attention) if j.adapters else 0
     micros = j.trained / j.microbatch
     kept = m.layers * j.microbatch / j.shards * S * m.width * item * 4
     per_micro = (4 if j.remat in ("attention", "full") else 3) * reads + 2 * kept

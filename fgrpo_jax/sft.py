@@ -112,6 +112,10 @@ def train(c: Config, workdir: pathlib.Path, console: Console) -> None:
     """Writes the trained checkpoint to sft.out."""
     if not c.sft.out:
         raise UserError("sft.out is empty: give the folder of the new checkpoint")
+    if c.lora.rank:
+        raise UserError(
+            f"lora.rank is {c.lora.rank}: sft trains a new model, all of it; leave it 0"
+        )
     if c.data.source.partition(":")[0] != "arithmetic":
         raise UserError(f"data.source is {c.data.source}: only arithmetic has worked solutions")
     if c.sft.width % c.sft.heads or c.sft.heads % c.sft.kv_heads:
@@ -126,7 +130,9 @@ def train(c: Config, workdir: pathlib.Path, console: Console) -> None:
     folder = workdir / "start"
     new_folder(c, folder)
     tokenizer = tokenizers.load(folder)
-    policy = Policy(weights.model_config(folder), DTYPES[c.model.dtype](), tokens=tokenizer.size)
+    policy = Policy(
+        weights.model_config(folder), DTYPES[c.model.dtype](), c.model.remat, tokenizer.size
+    )
     mesh = sharding.make_mesh(*validation.check_mesh(c, jax.device_count()))
     examples = prompts.load(c, c.data.source, "train", tokenizer)
     schedule = make_schedule(c.optim, updates_a_step=1)

@@ -1,4 +1,4 @@
-"""How fast the stages of a step were: response tokens a second, and MFU by roofline's formulas."""
+"""How fast the stages of a step were: response tokens a second, and MFU by flops.py's formulas."""
 
 import dataclasses
 from collections.abc import Callable

@@ -36,13 +36,14 @@ def train(c: Config, workdir: pathlib.Path, console: Console) -> dict[str, Any]:
     clock, watch = metrics.Clock(), metrics.Stopwatch()
     with contextlib.ExitStack() as stack:
         notice = stack.enter_context(Notice())
-        parts, state = build(c, workdir, console, stack, watch)
+        keys = jax.random.split(jax.random.key(c.seed, impl="threefry2x32"), 3)
+        eval_key, root_key, adapter_key = keys
+        parts, state = build(c, workdir, console, stack, watch, adapter_key)
         first_step, draws, gamma = int(state.step), int(state.draws), c.algo.focal_gamma
         log = metrics.Journal(workdir / "metrics.jsonl", first_step)
         evals = metrics.Journal(workdir / "evals.jsonl", first_step)
         clock.go_on(log.records)
         bar = stack.enter_context(metrics.Bar(c.steps, first_step, console))
-        eval_key, root_key = jax.random.split(jax.random.key(c.seed, impl="threefry2x32"))
 
         def look(*progress: int) -> None:
             notice.poll()
@@ -72,20 +73,22 @@ def train(c: Config, workdir: pathlib.Path, console: Console) -> dict[str, Any]:
                     evaluate_once(step)
             key = jax.random.fold_in(root_key, step)
             with profile(step + 1):
-                with watch("rollout"), keeping(step):  # prompts -> tokens -> scores
-                    # no name for the decode weights, which would keep them during the update
-                    rollouts, drawn, draws = parts.draw(
-                        parts.decode_params(state.params), draws, key, look
-                    )
-                with watch("update"):
-                    rollouts = parts.shape(rollouts)
-                    weight_P = focal_weight(rollouts.correct_PN, gamma, rollouts.valid_PN)
-                    rollouts = parts.choose(rollouts)
-                    adv_PN = parts.advantage(rollouts)  # GRPO or a relative
-                    adv_PN *= weight_P[:, None]  # F-GRPO
-                    batch = jax.block_until_ready(parts.split(rollouts, adv_PN))
-                with watch("logprobs"):
-                    batch = jax.block_until_ready(parts.old_logprobs(state.params, batch))
+                with keeping(step):
+                    with watch("rollout"):  # prompts -> tokens -> scores
+                        # no name for the decode weights, which would keep them during the update
+                        rollouts, drawn, draws = parts.draw(
+                            parts.decode_params(state.params), draws, key, look
+                        )
+                    with watch("update"):
+                        rollouts = parts.shape(rollouts)
+                        weight_P = focal_weight(rollouts.correct_PN, gamma, rollouts.valid_PN)
+                        rollouts = parts.choose(rollouts)
+                        adv_PN = parts.advantage(rollouts)  # GRPO or a relative
+                        adv_PN *= weight_P[:, None]  # F-GRPO
+                        batch = jax.block_until_ready(parts.split(rollouts, adv_PN))
+                    with watch("logprobs"):
+                        batch = jax.block_until_ready(parts.old_logprobs(state.params, batch))
+                    notice.poll()
                 with watch("update"):
                     state, numbers = jax.block_until_ready(parts.update(state, batch))
             state = dataclasses.replace(

@@ -130,6 +130,10 @@ def validate(c: Config) -> Config:
 
 
 def _check_adapters(c: Config) -> None:
+    need(
+        c.lora.rank > 0 or (c.lora.export == "merged" and not c.lora.targets),
+        "lora.export or lora.targets is set and lora.rank is 0: set it, or leave them out",
+    )
     for target in c.lora.targets:
         need(
             target in TARGETS,
@@ -267,6 +271,7 @@ def _check_batches(c: Config) -> None:
         c.learn.pack == 0 or c.model.attention != "cudnn",
         "model.attention is cudnn, which knows no packed rows: set it to auto, or learn.pack to 0",
     )
+    need(c.learn.widths <= 6, f"learn.widths is {c.learn.widths}: it must be at most 6")
     need(
         c.learn.pack == 0 or c.learn.widths == 1,
         f"learn.widths is {c.learn.widths} and learn.pack is set: packed rows have one width, 1",

@@ -33,15 +33,15 @@ DTYPES = {
 EMBEDDED = pathlib.Path(__file__).parent / "assets"
 
 
-def resolve(path: str) -> pathlib.Path:
-    """The folder of model.path; UserError where there is none."""
+def resolve(path: str, key: str = "model.path") -> pathlib.Path:
+    """The folder that a config's key names; UserError where there is none."""
     if path.startswith("embedded:"):
         folder = EMBEDDED / path.removeprefix("embedded:")
     else:
         folder = pathlib.Path(path)
     if not (folder / "config.json").is_file():
         raise UserError(
-            f"model.path is {path}: there is no {folder}/config.json; give a Hugging Face folder"
+            f"{key} is {path}: there is no {folder}/config.json; give a Hugging Face folder"
         )
     return folder
 
@@ -212,7 +212,8 @@ def unrolls(c: Config, platform: str) -> bool:
 
 def make_decode_params(policy: Policy, mesh: Mesh, unroll: bool = False) -> Callable[..., Any]:
     """The jitted decode_params(params, base=None): a copy in the `decode` layout and the compute
-    dtype, adapters merged, so that no weight is gathered or cast inside the decode loop.
+    dtype, so that no weight is gathered or cast inside the decode loop. Adapters stay beside the
+    weights, in whose bfloat16 the first of their updates would be lost.
 
     unroll: whether each layer is a block of its own, so that none is cut out of a stack there
     either; the program grows with the layers.
@@ -220,8 +221,8 @@ def make_decode_params(policy: Policy, mesh: Mesh, unroll: bool = False) -> Call
 
     @jax.named_scope("rollout")
     def decode_params(params: Any, base: Any = None) -> Any:
-        merged = policy.merged(params, base)
-        params = jax.tree.map(lambda x: x.astype(policy.dtype), merged)
+        weights = policy.weights(params, base)
+        params = jax.tree.map(lambda x: x.astype(policy.dtype), weights)
         if not unroll:
             return params
         block = lambda i: jax.tree.map(lambda x: x[i : i + 1], params["layers"])

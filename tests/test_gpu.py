@@ -83,7 +83,7 @@ def test_an_update_is_that_of_float32(attention, weights, prompts):
     optimizer = optax.sgd(SCHEDULE)  # whose step is the gradient
 
     def run(dtype, attention):
-        policy = Policy(CONFIG, dtype, remat=True, backends=(attention, "xla"))
+        policy = Policy(CONFIG, dtype, remat="full", backends=(attention, "xla"))
         how = UpdateSettings(Objective("reinforce"), 1.0, 1, 16, N)
         with jax.set_mesh(mesh):
             abstract = abstract_state(policy, optimizer, mesh)

@@ -14,7 +14,7 @@ from fgrpo_jax.throughput import Peak, make_throughput, peak_of
 
 PROMPT, RESPONSE = np.array([3, 2]), np.array([[2, 4], [1, 0]])  # tokens
 C, T = 4, 5
-WORK = (5, 7, 43)  # as in tests/test_roofline.py
+WORK = (5, 7, 43)  # as in tests/test_flops.py
 EACH_ROW = (3 + 3 + 2 + 2, 7, 43 + 6 + 3)  # every row computes its prompt
 
 
