@@ -1,5 +1,7 @@
+import signal
 import socket
 import subprocess
+import time
 
 import jax
 import numpy as np
@@ -23,26 +25,26 @@ def test_on_one_host_each_move_is_the_plain_one():
     assert distributed.total(2.5) == 2.5 and jax.process_count() == 1
 
 
-def test_two_processes_train_as_one(tmp_path):
+def two_processes(workdir, *settings):
+    """Popen objects of a run on two hosts of one device."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    flags = command(tmp_path / "two", *SETTINGS)
-    processes = [
+    hosts = {"JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{port}", "JAX_NUM_PROCESSES": "2"}
+    return [
         subprocess.Popen(
-            flags,
+            command(workdir, *settings),
             cwd=ROOT,
-            env={
-                **ENVIRONMENT,
-                "JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{port}",
-                "JAX_NUM_PROCESSES": "2",
-                "JAX_PROCESS_ID": str(i),
-            },
+            env={**ENVIRONMENT, **hosts, "JAX_PROCESS_ID": str(i)},
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
         )
         for i in range(2)
     ]
+
+
+def test_two_processes_train_as_one(tmp_path):
+    processes = two_processes(tmp_path / "two", *SETTINGS)
     assert [process.wait(timeout=300) for process in processes] == [0, 0]
     subprocess.run(
         command(tmp_path / "one", *SETTINGS), cwd=ROOT, check=True, stdout=subprocess.DEVNULL,
@@ -51,3 +53,16 @@ def test_two_processes_train_as_one(tmp_path):
     for one, two in zip(metrics(tmp_path / "one"), metrics(tmp_path / "two"), strict=True):
         for name in ("loss", "entropy", "grad_norm", "kl"):
             assert two[name] == pytest.approx(one[name], rel=2e-5, abs=1e-6), name
+
+
+def test_two_processes_stop_together_when_one_is_asked_to(tmp_path):
+    workdir = tmp_path / "run"
+    processes = two_processes(workdir, "steps=500", "checkpoint.every=500", "lora.rank=2")
+    file, deadline = workdir / "metrics.jsonl", time.monotonic() + 200
+    while not (file.exists() and file.read_text().count("\n") >= 2):
+        assert time.monotonic() < deadline and all(p.poll() is None for p in processes)
+        time.sleep(0.02)
+    processes[1].send_signal(signal.SIGTERM)
+    assert [process.wait(timeout=100) for process in processes] == [75, 75]
+    (saved,) = [int(path.name) for path in (workdir / "checkpoints").iterdir()]
+    assert saved == len(metrics(workdir)) >= 2
