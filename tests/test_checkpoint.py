@@ -139,3 +139,30 @@ def test_the_journal_goes_back_to_the_checkpoint(tmp_path):
     assert [record["step"] for record in again.records] == [1, 2]
     again.write({"step": 3})
     assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [1, 2, 3]
+
+
+def test_the_newest_is_not_saved_again_and_a_damaged_one_is(tmp_path):
+    with Checkpoints(tmp_path / "c", keep=3) as checkpoints:
+        checkpoints.save(state(3), 3)
+        checkpoints.save(state(6), 6)
+        checkpoints.save(state(7), 6)  # of the same step, so the same state in a run
+        equal(checkpoints.restore(abstract()), state(6))
+    for file in (tmp_path / "c/6").rglob("*"):
+        if file.is_file():
+            file.write_bytes(b"")
+    with Checkpoints(tmp_path / "c", keep=3) as checkpoints:
+        equal(checkpoints.restore(abstract()), state(3))
+        checkpoints.save(state(6), 6)
+        equal(checkpoints.restore(abstract()), state(6))
+
+
+def test_adapters_of_another_model_are_refused(tmp_path):
+    with Checkpoints(tmp_path / "c", keep=2) as checkpoints:
+        checkpoints.beside = {"norm/weight": 7}
+        checkpoints.save(state(3), 3)
+    with Checkpoints(tmp_path / "c", keep=2) as checkpoints:
+        checkpoints.beside = {"norm/weight": 8}
+        with pytest.raises(UserError, match="adapters of other weights than model.path has now"):
+            checkpoints.restore(abstract())
+        checkpoints.beside = {"norm/weight": 7}
+        equal(checkpoints.restore(abstract()), state(3))
