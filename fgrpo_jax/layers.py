@@ -12,6 +12,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from flax import struct
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array
 
 from fgrpo_jax import UserError
@@ -19,6 +20,8 @@ from fgrpo_jax.adapters import EQUATIONS, equations
 from fgrpo_jax.attention import causal_attention, decode_attention
 from fgrpo_jax.products import product
 from fgrpo_jax.sharding import constrain
+
+MULTIPLIED = "multiplied"  # checkpoint_name of products with weights
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,7 +112,7 @@ def multiply(equation: str, x: Array, weight: Array, dtype: Any = None) -> Array
         return jnp.moveaxis(y, range(-rows, 0), range(rows))
 
     if x.ndim > 2 and x.shape[1] > 1:  # whole rows
-        return product(equation, x, weight, dtype)
+        return checkpoint_name(product(equation, x, weight, dtype), MULTIPLIED)
     return jax.lax.platform_dependent(x, weight, cpu=weight_first, default=plain)
 
 

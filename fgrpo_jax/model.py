@@ -12,7 +12,16 @@ from jaxtyping import Array, Float, Int
 
 from fgrpo_jax import UserError, adapters, attention
 from fgrpo_jax.adapters import Lora
-from fgrpo_jax.layers import Layer, ModelConfig, Past, RMSNorm, Turn, make_turn, multiply
+from fgrpo_jax.layers import (
+    MULTIPLIED,
+    Layer,
+    ModelConfig,
+    Past,
+    RMSNorm,
+    Turn,
+    make_turn,
+    multiply,
+)
 from fgrpo_jax.numerics import MASKED
 from fgrpo_jax.sharding import constrain, shards
 from fgrpo_jax.validation import Config
@@ -43,11 +52,11 @@ def first_columns(part_BT: Int[Array, "B T"]) -> Int[Array, "B T"]:
 
 
 _remat = functools.partial(jax.checkpoint, prevent_cse=False)  # the layers are scanned
-_kept = jax.checkpoint_policies
+_kept = jax.checkpoint_policies.save_only_these_names
 REMAT: dict[str, Callable[[Any], Any]] = {  # by model.remat
     "none": lambda layer: layer,
-    "dots": functools.partial(_remat, policy=_kept.dots_with_no_batch_dims_saveable),
-    "attention": functools.partial(_remat, policy=_kept.save_only_these_names(attention.KEPT)),
+    "dots": functools.partial(_remat, policy=_kept(MULTIPLIED)),
+    "attention": functools.partial(_remat, policy=_kept(attention.KEPT)),
     "full": _remat,
 }
 
