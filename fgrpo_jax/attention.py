@@ -123,11 +123,10 @@ def _causal_xla(q_BTQH, k_BKSH, v_BKSH, start_B, part_BT):
     score_BKGTS = score_BKUS.reshape(B, K, G, T, S) * H**-0.5
     score_BKGTS = jnp.where(mask_BTS[:, None, None], score_BKGTS, MASKED)
     score_BKUS = score_BKGTS.reshape(B, K, G * T, S)
-    # the softmax normalised after the product: one array of its size to make and to keep, not two
     top_BKU = jax.lax.stop_gradient(score_BKUS.max(axis=-1))
     weight_BKUS = jnp.exp(score_BKUS - top_BKU[..., None])
+    weight_BKUS /= weight_BKUS.sum(axis=-1)[..., None]
     out_BKUH = product("BKUS,BKSH->BKUH", weight_BKUS.astype(q_BTQH.dtype), v_BKSH, jnp.float32)
-    out_BKUH /= weight_BKUS.sum(axis=-1)[..., None]
     out_BKGTH = out_BKUH.astype(q_BTQH.dtype).reshape(B, K, G, T, H)
     return out_BKGTH.transpose(0, 3, 1, 2, 4).reshape(B, T, Q, H)
 
