@@ -35,12 +35,10 @@ class Checkpoints:
         """Returns when the checkpoint is whole on disk, at once if it is the newest there."""
         if step == self.newest:
             return
-        content = {"state": state, "meta": self._meta(state)}
+        meta = {"checksums": checksums(state), "beside": self.beside}
+        content = {"state": state, "meta": meta}
         self._store.save_checkpointables(step, content, force=True, overwrite=True)
         self.newest = step
-
-    def _meta(self, state: TrainState) -> dict[str, dict[str, int]]:
-        return {"checksums": checksums(state), "beside": self.beside}
 
     def restore(self, abstract: TrainState) -> TrainState | None:
         """The newest whole checkpoint in the layout of `abstract` (shapes with shardings), or None

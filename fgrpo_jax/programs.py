@@ -4,7 +4,6 @@ No weight is allocated: arguments are shapes with shardings.
 """
 
 import dataclasses
-import functools
 import importlib.util
 import json
 import math
@@ -32,7 +31,6 @@ from fgrpo_jax.accelerators import Topology
 from fgrpo_jax.config import Config
 from fgrpo_jax.layers import ModelConfig
 from fgrpo_jax.layout import Layout, settings_of
-from fgrpo_jax.logprobs import batch_logprobs
 from fgrpo_jax.model import Policy, backends_of, shares_columns
 from fgrpo_jax.optimizer import make_optimizer, make_schedule
 from fgrpo_jax.sampling import Sampling
@@ -136,7 +134,6 @@ def build(c: Config, topology: Topology, mean_response: int, found: list[Any]) -
     mesh = sharding.make_mesh(*axes, devices=found)
     dtype = DTYPES[c.model.dtype]
     backends = backends_of(c, chip.platform, dtype, m.head_size)
-    whole = attention.packs_whole(backends[0])
     # some rows of the embedding are unknown to the tokenizer, and are masked
     policy = Policy(
         m, dtype, c.model.remat, m.vocab - 1, backends, shares_columns(c, chip.platform),
@@ -152,13 +149,13 @@ def build(c: Config, topology: Topology, mean_response: int, found: list[Any]) -
     number = jax.ShapeDtypeStruct((), jnp.int32)
     unroll = weights.unrolls(c, chip.platform)
     decode_params = weights.make_decode_params(policy, mesh, unroll)
-    batch = learner_batch(c, mesh, whole)
+    batch = learner_batch(c, mesh, attention.packs_whole(backends[0]))
     settings = update.settings_of(c, axes[0] * axes[1])
     old_logprobs = update.make_logprobs(policy, settings, mesh)
     learn = update.make_update(policy, optimizer, schedule, settings, state)
-    whole = jax.eval_shape(policy.init, jax.random.key(0))
+    model = jax.eval_shape(policy.init, jax.random.key(0))
     cast = lambda x, place: jax.ShapeDtypeStruct(x.shape, dtype, sharding=place)
-    frozen = jax.tree.map(cast, whole, sharding.state_shardings(mesh, whole))
+    frozen = jax.tree.map(cast, model, sharding.state_shardings(mesh, model))
     base = frozen if policy.lora else None
     reference = frozen if c.kl.coef else None
     own_reference = reference and (not policy.lora or c.kl.reference)
@@ -198,16 +195,11 @@ def build(c: Config, topology: Topology, mean_response: int, found: list[Any]) -
         plain = dataclasses.replace(batch, old_logp_BT=None)
         lower["old"] = (old_logprobs, (state.params, plain, base), {})
     if reference:
-        place = sharding.activation(mesh, "ZZBT")
-        plain_policy = dataclasses.replace(policy, lora=None)
-
-        @functools.partial(jax.jit, out_shardings=place)
-        @jax.named_scope("reference")
-        def reference_logprobs(params: Any, batch: LearnerBatch) -> jax.Array:
-            return batch_logprobs(
-                plain_policy, params, batch, c.rollout.temperature, c.learn.logit_chunk
-            )
-
+        reference_logprobs = update.make_logprobs(
+            dataclasses.replace(policy, lora=None),
+            dataclasses.replace(settings, samples=1, widths=()),
+            mesh,
+        )
         plain = learner_batch(c, mesh, arranged=False)
         plain = dataclasses.replace(plain, ref_logp_BT=None, old_logp_BT=None)
         lower["reference"] = (reference_logprobs, (reference, plain), {})
