@@ -2,12 +2,15 @@
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
+from fgrpo_jax import sharding
 from fgrpo_jax.model import Policy
 from fgrpo_jax.packing import at_width
 from fgrpo_jax.structs import LearnerBatch
@@ -144,3 +147,27 @@ def batch_logprobs(
     if used_Z is None:
         return jax.lax.map(lambda x: minibatch(x, batch.mask_BT.shape[1]), micros)
     return jax.lax.map(lambda xs: minibatch(*xs), (micros, used_Z))
+
+
+def make_logprobs(
+    policy: Policy, temperature: float, chunk: int, mesh: Mesh, whose: str
+) -> Callable[..., Array]:
+    """The jitted logprobs(params, batch, base=None, samples=1, widths=()), as batch_logprobs.
+
+    whose: "old" or "reference", in the program's name and its scope in a profile.
+    """
+
+    def logprobs(
+        params: Any,
+        batch: LearnerBatch,
+        base: Any = None,
+        samples: int = 1,
+        widths: tuple[int, ...] = (),
+    ) -> Array:
+        with jax.named_scope(whose):
+            params = policy.weights(params, base)
+            return batch_logprobs(policy, params, batch, temperature, chunk, samples, widths)
+
+    logprobs.__name__ = f"{whose}_logprobs"
+    out = sharding.activation(mesh, "ZZBT")
+    return jax.jit(logprobs, out_shardings=out, static_argnames=("samples", "widths"))

@@ -4,6 +4,7 @@ No weight is allocated: arguments are shapes with shardings.
 """
 
 import dataclasses
+import functools
 import importlib.util
 import json
 import math
@@ -31,6 +32,7 @@ from fgrpo_jax.accelerators import Topology
 from fgrpo_jax.config import Config
 from fgrpo_jax.layers import ModelConfig
 from fgrpo_jax.layout import Layout, settings_of
+from fgrpo_jax.logprobs import make_logprobs
 from fgrpo_jax.model import Policy, backends_of, shares_columns
 from fgrpo_jax.optimizer import make_optimizer, make_schedule
 from fgrpo_jax.sampling import Sampling
@@ -151,7 +153,9 @@ def build(c: Config, topology: Topology, mean_response: int, found: list[Any]) -
     decode_params = weights.make_decode_params(policy, mesh, unroll)
     batch = learner_batch(c, mesh, attention.packs_whole(backends[0]))
     settings = update.settings_of(c, axes[0] * axes[1])
-    old_logprobs = update.make_logprobs(policy, settings, mesh)
+    logprobs = functools.partial(
+        make_logprobs, temperature=settings.temperature, chunk=settings.logit_chunk, mesh=mesh
+    )
     learn = update.make_update(policy, optimizer, schedule, settings, state)
     model = jax.eval_shape(policy.init, jax.random.key(0))
     cast = lambda x, place: jax.ShapeDtypeStruct(x.shape, dtype, sharding=place)
@@ -193,16 +197,13 @@ def build(c: Config, topology: Topology, mean_response: int, found: list[Any]) -
     }
     if batch.old_logp_BT:
         plain = dataclasses.replace(batch, old_logp_BT=None)
-        lower["old"] = (old_logprobs, (state.params, plain, base), {})
+        shared = {"samples": settings.samples, "widths": settings.widths}
+        lower["old"] = (logprobs(policy, whose="old"), (state.params, plain, base), shared)
     if reference:
-        reference_logprobs = update.make_logprobs(
-            dataclasses.replace(policy, lora=None),
-            dataclasses.replace(settings, samples=1, widths=()),
-            mesh,
-        )
         plain = learner_batch(c, mesh, arranged=False)
         plain = dataclasses.replace(plain, ref_logp_BT=None, old_logp_BT=None)
-        lower["reference"] = (reference_logprobs, (reference, plain), {})
+        whole = dataclasses.replace(policy, lora=None)
+        lower["reference"] = (logprobs(whole, whose="reference"), (reference, plain), {})
 
     def lowered(name: str) -> Callable[[], Any]:
         program, arguments, static = lower[name]

@@ -1,7 +1,6 @@
 """The reference policy of a KL penalty: its log-probabilities of a step's rollouts."""
 
 import dataclasses
-import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -11,10 +10,10 @@ import numpy as np
 from jax.sharding import Mesh
 
 from fgrpo_jax import distributed, sharding
-from fgrpo_jax.logprobs import batch_logprobs
+from fgrpo_jax.logprobs import make_logprobs
 from fgrpo_jax.model import Policy
 from fgrpo_jax.rollouts import learner_batch
-from fgrpo_jax.structs import LearnerBatch, Rollouts
+from fgrpo_jax.structs import Rollouts
 
 
 def make_reference(
@@ -41,13 +40,8 @@ def make_reference(
         there = jax.block_until_ready(jax.device_put(params, in_host))
         jax.tree.map(lambda x: x.delete(), params)
         params = there
-    out = sharding.activation(mesh, "ZZBT")
     shards = mesh.shape["replica"] * mesh.shape["fsdp"]
-
-    @functools.partial(jax.jit, out_shardings=out, static_argnames="samples")
-    def reference_logprobs(params: Any, batch: LearnerBatch, samples: int) -> jax.Array:
-        with jax.named_scope("reference"):
-            return batch_logprobs(policy, params, batch, temperature, chunk, samples)
+    logprobs = make_logprobs(policy, temperature, chunk, mesh, "reference")
 
     def reference(rollouts: Rollouts) -> Rollouts:
         rows = round(distributed.total(len(rollouts.mask_BT)))
@@ -58,7 +52,7 @@ def make_reference(
         # a device's rows of a microbatch are adjacent, so are a prompt's
         samples = math.gcd(rows // microbatches // shards, rollouts.reward_PN.shape[1])
         here = jax.device_put(params, layout) if offload else params
-        logp = distributed.to_host(reference_logprobs(here, batch, samples=samples), axis=2)
+        logp = distributed.to_host(logprobs(here, batch, samples=samples), axis=2)
         logp_BT = logp.reshape(rollouts.mask_BT.shape)
         return dataclasses.replace(rollouts, ref_logp_BT=logp_BT)
 

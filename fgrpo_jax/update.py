@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array
 
 from fgrpo_jax import batches, sharding
-from fgrpo_jax.logprobs import batch_logprobs, rows_logprobs
+from fgrpo_jax.logprobs import make_logprobs, rows_logprobs
 from fgrpo_jax.model import Policy
 from fgrpo_jax.objective import Objective, aggregate, make_objective, token_loss
 from fgrpo_jax.packing import at_width, unpack
@@ -71,32 +71,19 @@ def _fresh(optimizer: optax.GradientTransformation, params: Any) -> TrainState:
     return TrainState(params, optimizer.init(params), zero, zero, jnp.float32(0))
 
 
-def make_logprobs(policy: Policy, settings: UpdateSettings, mesh: Mesh) -> Callable[..., Array]:
-    """The jitted logprobs(params, batch, base=None) -> those of its response tokens, in its mask's
-    shape."""
-    s = settings
-
-    @functools.partial(jax.jit, out_shardings=sharding.activation(mesh, "ZZBT"))
-    def old_logprobs(params: Any, batch: LearnerBatch, base: Any = None) -> Array:
-        params = policy.weights(params, base)
-        return batch_logprobs(
-            policy, params, batch, s.temperature, s.logit_chunk, s.samples, s.widths
-        )
-
-    return old_logprobs
-
-
 def make_old_logprobs(
     policy: Policy, settings: UpdateSettings, mesh: Mesh
 ) -> Callable[..., LearnerBatch]:
     """old_logprobs(params, batch, base=None) -> batch with old_logp_BT, where the step has several
     optimizer updates. With one the policy is still the one that sampled: the batch as it is."""
-    logprobs = make_logprobs(policy, settings, mesh)
+    s = settings
+    logprobs = make_logprobs(policy, s.temperature, s.logit_chunk, mesh, "old")
 
     def old_logprobs(params: Any, batch: LearnerBatch, base: Any = None) -> LearnerBatch:
         if _updates(batch, settings) == 1:
             return batch
-        return dataclasses.replace(batch, old_logp_BT=logprobs(params, batch, base))
+        old_logp_BT = logprobs(params, batch, base, samples=s.samples, widths=s.widths)
+        return dataclasses.replace(batch, old_logp_BT=old_logp_BT)
 
     return old_logprobs
 
