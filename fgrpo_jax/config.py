@@ -134,6 +134,10 @@ def default() -> Config:
     c.checkpoint.every = 50  # steps; the last step is always saved
     c.checkpoint.keep = 2  # newest checkpoints that stay on disk
 
+    c.watchdog = _section()  # of the processes of a run, which go on together
+    c.watchdog.lag = 40.0  # seconds that one may be behind the others before the run ends; 0: any
+    c.watchdog.stall = 3600.0  # seconds without anything new from any before it ends; 0: any
+
     c.eval = _section()
     c.eval.every = 50  # steps between evaluations; 0: only before and after
     c.eval.samples = 16  # n of pass@k, k = 1, 2, 4 ... n

@@ -1,15 +1,25 @@
-"""Several hosts: start, and moves between a host's arrays and global ones.
+"""Several hosts: start, end, words to each other, and moves between their arrays and global ones.
 
 The only file that asks for process_index. On one host each function is the plain move.
 """
 
+import json
 import os
+import sys
+import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 import numpy as np
+from jax._src import distributed as jax_distributed
 from jax.experimental import multihost_utils
+
+from fgrpo_jax import UserError
+
+# Seconds after which JAX ends the survivors of a process that died, and those that wait at the end.
+TIMEOUT = 40
+AGREE_MS = 120_000  # for all to say how they were started
 
 
 def start() -> None:
@@ -21,12 +31,57 @@ def start() -> None:
             environment["JAX_COORDINATOR_ADDRESS"],
             int(environment["JAX_NUM_PROCESSES"]),
             int(environment["JAX_PROCESS_ID"]),
+            heartbeat_timeout_seconds=TIMEOUT,
+            shutdown_timeout_seconds=TIMEOUT,
         )
     elif (
         "," in environment.get("TPU_WORKER_HOSTNAMES", "")
         or int(environment.get("SLURM_NTASKS", "1")) > 1
     ):
-        jax.distributed.initialize()
+        jax.distributed.initialize(
+            heartbeat_timeout_seconds=TIMEOUT, shutdown_timeout_seconds=TIMEOUT
+        )
+
+
+def leave(code: int) -> NoReturn:
+    """Ends this process. One that fails does not wait for the others, which may be gone, to leave
+    together with it."""
+    if jax.distributed.is_initialized() and code not in (0, 75):
+        sys.stdout.flush()
+        sys.stderr.flush()
+        time.sleep(2 * is_main())  # JAX ends the others as soon as the one that coordinates is gone
+        os._exit(code)
+    sys.exit(code)
+
+
+def exchange(topic: str, mine: str) -> dict[int, str]:
+    """Puts this host's word of a topic on the coordinator's board, in place of its last one, and
+    reads those that are there, by host. Nobody waits for another."""
+    if jax.process_count() == 1:
+        return {0: mine}
+    board: Any = jax_distributed.global_state.client
+    board.key_value_set(f"fgrpo_jax/{topic}/{host()}", mine, allow_overwrite=True)
+    words = board.key_value_dir_get(f"fgrpo_jax/{topic}/")
+    return {int(key.rpartition("/")[2]): word for key, word in words}
+
+
+def agree(facts: dict[str, Any]) -> None:
+    """UserError on every host, where the facts are not the same on all; it names the first."""
+    if jax.process_count() == 1:
+        return
+    board: Any = jax_distributed.global_state.client
+    board.key_value_set(f"fgrpo_jax/facts/{host()}", json.dumps(facts))
+    words = [
+        json.loads(board.blocking_key_value_get(f"fgrpo_jax/facts/{p}", AGREE_MS))
+        for p in range(hosts())
+    ]
+    for p, theirs in enumerate(words):
+        for name in sorted(words[0].keys() | theirs.keys()):
+            if words[0].get(name) != theirs.get(name):
+                raise UserError(
+                    f"the processes were not started alike: {name} is {words[0].get(name)!r} in "
+                    f"process 0 and {theirs.get(name)!r} in process {p}"
+                )
 
 
 def is_main() -> bool:

@@ -1,15 +1,18 @@
 """python -m fgrpo_jax.main --config FILE [--method FILE] [--workdir DIR] [--config.KEY=VALUE]"""
 
 import argparse
+import faulthandler
 import os
 import pathlib
 import sys
+import traceback
 import warnings
 from collections.abc import Callable, Sequence
 
 from rich.console import Console
 
 from fgrpo_jax import Preempted, UserError, config
+from fgrpo_jax import workdir as workdirs
 from fgrpo_jax.config import Config
 
 Job = Callable[[Config, pathlib.Path, Console], object]
@@ -52,10 +55,19 @@ def _train(c: Config, workdir: pathlib.Path, console: Console) -> object:
     from fgrpo_jax import distributed, train  # after the config is known to be good
 
     distributed.start()
+    distributed.agree(workdirs.identity(c))
     return train.train(c, workdir, console)
 
 
 if __name__ == "__main__":
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # silences a warning upon fork
     warnings.filterwarnings("ignore", module="orbax")
-    sys.exit(run(_train, "RL with verifiable rewards and the focal weight.", sys.argv[1:]))
+    faulthandler.enable()  # stacks, where JAX aborts the process
+    try:
+        code = run(_train, "RL with verifiable rewards and the focal weight.", sys.argv[1:])
+    except Exception:
+        traceback.print_exc()
+        code = 1
+    from fgrpo_jax.distributed import leave
+
+    leave(code)

@@ -6,7 +6,7 @@ import os
 import pathlib
 import resource
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -105,9 +105,12 @@ class Stopwatch:
 
     A stage may be entered again and within another, and each second counts for the innermost. To
     be honest a stage waits for what it has started on the devices.
+
+    entered: told the name of the innermost stage whenever it is another.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, entered: Callable[[str], None] = lambda stage: None) -> None:
+        self._entered = entered
         self._open = ["idle"]
         self._turned = time.monotonic()
         self._seconds = self._zero()
@@ -126,12 +129,14 @@ class Stopwatch:
     def __call__(self, stage: str) -> Iterator[None]:
         self._turn()
         self._open.append(stage)
+        self._entered(stage)
         try:
             with jax.profiler.TraceAnnotation(stage):
                 yield
         finally:
             self._turn()
             self._open.pop()
+            self._entered(self._open[-1])
 
     def lap(self) -> dict[str, float]:
         """Seconds by stage since the last lap: those of STAGES and idle make up step_s."""

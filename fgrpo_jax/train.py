@@ -25,6 +25,7 @@ from fgrpo_jax.build import build
 from fgrpo_jax.config import Config
 from fgrpo_jax.preemption import Notice
 from fgrpo_jax.profiling import make_profile
+from fgrpo_jax.watchdog import Watchdog
 
 
 def train(c: Config, workdir: pathlib.Path, console: Console) -> dict[str, Any]:
@@ -33,8 +34,9 @@ def train(c: Config, workdir: pathlib.Path, console: Console) -> dict[str, Any]:
     The workdir gets config.json, metrics.jsonl, evals.jsonl and checkpoints/, and at the end
     summary.json, report.png and policy/, a Hugging Face folder.
     """
-    clock, watch = metrics.Clock(), metrics.Stopwatch()
-    with contextlib.ExitStack() as stack:
+    dog = Watchdog(c.watchdog.lag, c.watchdog.stall)
+    clock, watch = metrics.Clock(), metrics.Stopwatch(dog.point)
+    with contextlib.ExitStack() as stack, dog:
         notice = stack.enter_context(Notice())
         keys = jax.random.split(jax.random.key(c.seed, impl="threefry2x32"), 3)
         eval_key, root_key, adapter_key = keys
@@ -47,6 +49,7 @@ def train(c: Config, workdir: pathlib.Path, console: Console) -> dict[str, Any]:
 
         def look(*progress: int) -> None:
             notice.poll()
+            dog.point("rollout")
             bar.watch(*progress)
 
         @contextlib.contextmanager
@@ -105,6 +108,7 @@ def train(c: Config, workdir: pathlib.Path, console: Console) -> dict[str, Any]:
             seconds, sampled = watch.lap(), throughput.sampled(drawn)
             record |= seconds | parts.throughput.metrics(seconds, sampled, learned) | clock.read()
             log.write({"step": step + 1, **record})
+            dog.step_done()
             bar.show(step + 1, record)
             if step + 1 == c.steps or (step + 1) % c.checkpoint.every == 0:
                 with watch("checkpoint"):

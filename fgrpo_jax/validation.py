@@ -71,7 +71,7 @@ NOT_NEGATIVE = (
     "kl.coef importance.low score.overlong_buffer score.overlong_factor score.unlikeliness "
     "learn.pack rollout.subset rollout.slots rollout.waiting rollout.top_k rollout.min_p "
     "optim.warmup optim.decay_start optim.weight_decay eval.every eval.temperature "
-    "eval.top_k eval.min_p sft.slips"
+    "eval.top_k eval.min_p sft.slips watchdog.lag watchdog.stall"
 ).split()
 AT_MOST_1 = "rollout.top_p rollout.min_p eval.top_p eval.min_p score.unlikeliness".split()
 

@@ -1,8 +1,12 @@
-"""The folder of a run: which config owns it."""
+"""What tells one run from another: config and code, and the config that owns a folder."""
 
+import hashlib
+import importlib.metadata
 import json
 import os
 import pathlib
+import platform
+from typing import Any
 
 from fgrpo_jax import UserError, config
 from fgrpo_jax.config import Config
@@ -12,8 +16,24 @@ MAY_CHANGE = (  # what leaves the results as they are, but for float32 rounding
     "score.timeout model.remat model.attention rollout.slots rollout.cache_gib rollout.waiting "
     "rollout.prefill rollout.chunk rollout.unroll rollout.max_drift "
     "learn.microbatch learn.pack learn.widths learn.logit_chunk mesh.replica mesh.fsdp mesh.tp "
-    "mesh.sequence kl.offload lora.export profile.steps"
+    "mesh.sequence kl.offload lora.export profile.steps watchdog.lag watchdog.stall"
 ).split()
+
+PACKAGES = "jax jaxlib flax optax orbax-checkpoint".split()
+
+
+def identity(c: Config) -> dict[str, Any]:
+    """What must be the same in all processes of a run."""
+    folder = pathlib.Path(__file__).parent
+    code = hashlib.sha256(b"".join(path.read_bytes() for path in sorted(folder.glob("*.py"))))
+    versions = {name: importlib.metadata.version(name) for name in PACKAGES}
+    return {
+        **config.keys(c),
+        **versions,
+        "Python": platform.python_version(),
+        "fgrpo_jax's code": code.hexdigest()[:12],
+        "JAX_NUM_PROCESSES": os.environ.get("JAX_NUM_PROCESSES"),
+    }
 
 
 def check(c: Config, workdir: pathlib.Path) -> None:

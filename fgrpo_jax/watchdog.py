@@ -1,0 +1,209 @@
+"""Ends a run whose processes have stopped going on together, and says which of them and where.
+
+JAX's own heartbeats notice a process that died or was stopped, but neither one that is alive and
+stuck nor one that has failed and waits for the others. Here each process puts a note of how far it
+is on the coordinator's board every two seconds, from a thread, and reads those of all. Its clock
+alone counts: no two have to agree.
+"""
+
+import dataclasses
+import faulthandler
+import json
+import os
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple
+
+from fgrpo_jax import Preempted, UserError, distributed
+
+BEAT = 2.0  # seconds between notes
+SILENT = 30.0  # without a new note, after which a process is gone
+# Once one has failed, often since another is gone, that other one is looked for.
+SILENT_AFTER_FAILURE = 6.0
+GRACE = 8.0  # for a process to end by itself after another has failed
+
+
+@dataclasses.dataclass
+class Note:
+    """What a process says of itself."""
+
+    host: str
+    beat: int = 0  # notes so far
+    points: int = 0  # passed so far, at which all processes come by equally often
+    stage: str = "start"
+    known: bool = False  # whether a step of its own had this stage, so that it is compiled
+    failed: str = ""
+    left: bool = False  # it is done
+
+    @property
+    def ended(self) -> bool:
+        return self.left or bool(self.failed)
+
+
+class Verdict(NamedTuple):
+    """Why the run must end."""
+
+    process: int  # to blame; -1: all
+    host: str
+    why: str
+
+    def __str__(self) -> str:
+        who = f"process {self.process} on {self.host}" if self.process >= 0 else "the run"
+        return f"{who} {self.why}"
+
+
+class Peers:
+    """What the notes of all processes mean to one of them, by its clock in seconds."""
+
+    def __init__(self, me: int, count: int, lag: float, stall: float):
+        self.me, self.count, self.lag, self.stall = me, count, lag, stall
+        self._beats: dict[int, tuple[int, float]] = {}  # last beat and when it came
+        self._behind: dict[int, tuple[int, float]] = {}  # points, and since when others have more
+        self._furthest = (-1, 0.0)  # points of the first, and when it came there
+        self._failed_at = 0.0
+
+    def verdict(self, now: float, notes: dict[int, Note]) -> Verdict | None:
+        notes = notes | {p: Note("?") for p in range(self.count) if p not in notes}
+        going = {p: note for p, note in notes.items() if not note.ended}
+        failed = {p: note for p, note in notes.items() if note.failed}
+        if failed and not self._failed_at:
+            self._failed_at = now
+        for p, note in going.items():
+            beat, since = self._beats.get(p, (-1, now))
+            if note.beat != beat:
+                self._beats[p] = note.beat, now
+            elif now - since > (SILENT_AFTER_FAILURE if failed else SILENT):
+                return Verdict(
+                    p,
+                    note.host,
+                    f"has not been heard of for {now - since:.0f} s: it died, was "
+                    f"stopped or lost its network; it was in {note.stage}",
+                )
+        for p, note in failed.items():
+            if p != self.me and now - self._failed_at > GRACE:
+                return Verdict(p, note.host, f"failed: {note.failed}")
+        furthest = max(note.points for note in notes.values())
+        if furthest != self._furthest[0]:
+            self._furthest = furthest, now
+        for p, note in going.items():
+            points, since = self._behind.get(p, (-1, now))
+            if note.points == furthest or note.points != points:
+                self._behind[p] = note.points, now
+            elif self.lag and now - since > (self.lag if note.known else self.stall or 1e9):
+                return Verdict(
+                    p,
+                    note.host,
+                    f"is stuck: for {now - since:.0f} s it has been in "
+                    f"{note.stage}, where the others have gone on",
+                )
+        still = now - self._furthest[1]
+        if self.stall and going and still > self.stall:
+            stages = ", ".join(f"process {p} in {note.stage}" for p, note in going.items())
+            return Verdict(-1, "", f"has not gone on for {still:.0f} s: {stages}")
+        return None
+
+
+class Watchdog:
+    """A context manager around all that the processes of a run do together.
+
+    Where one fails, the others end soon after it, with its sentence and their own stacks. A process
+    that raises leaves this context only when the others know of it, or have had the time to.
+
+    Args:
+        lag: seconds that a process may be behind the others, in a stage that it knows; 0: any.
+        stall: seconds without anything new from any process; 0: any.
+        end: what ends this process, with an exit code.
+    """
+
+    def __init__(self, lag: float, stall: float, end: Callable[[int], None] = os._exit):
+        self.lag, self.stall, self._end = lag, stall, end
+        self._note = Note(socket.gethostname())
+        self._passed: set[str] = set()
+        self._known: set[str] = set()
+        self._error: BaseException | None = None
+        self._failed: list[Verdict] = []  # of the others
+        self._done = threading.Event()
+        self._others_ended = threading.Event()
+
+    def point(self, stage: str) -> None:
+        """All processes must come by equally often. What follows is called `stage`."""
+        self._passed.add(stage)
+        self._note.stage, self._note.known = stage, stage in self._known
+        self._note.points += 1
+
+    def step_done(self) -> None:
+        """What the steps so far went through is compiled."""
+        self._known |= self._passed
+
+    def _exchange(self) -> dict[int, Note]:
+        self._note.beat += 1
+        mine = json.dumps(dataclasses.asdict(self._note))
+        board = distributed.exchange("watchdog", mine)
+        return {p: Note(**json.loads(text)) for p, text in board.items()}
+
+    def _watch(self) -> None:
+        me = distributed.host()
+        peers = Peers(me, distributed.hosts(), self.lag, self.stall)
+        asking = ThreadPoolExecutor(1)  # a coordinator that was stopped never answers
+        while not self._done.wait(BEAT):
+            if self.stall:  # where this thread hangs too: no Python is needed
+                faulthandler.dump_traceback_later(self.stall + SILENT, exit=True)
+            notes: dict[int, Note] = {}
+            try:
+                notes = asking.submit(self._exchange).result(SILENT)
+            except Exception as error:
+                why = f"does not answer, and it coordinates ({error or 'not a word'})"
+                verdict = Verdict(0, "the first host", why)
+            else:
+                verdict = peers.verdict(time.monotonic(), notes)
+                others = {p: note for p, note in notes.items() if p != me}
+                self._failed = [
+                    Verdict(p, note.host, f"failed: {note.failed}")
+                    for p, note in others.items()
+                    if note.failed
+                ]
+                if sum(note.ended for note in others.values()) == peers.count - 1:
+                    self._others_ended.set()
+            if verdict and not self._done.is_set():
+                self._bite(verdict, verdict.process == me, bool(notes))
+        asking.shutdown(wait=False)
+
+    def _bite(self, verdict: Verdict, to_blame: bool, answered: bool) -> None:
+        if self._error:
+            traceback.print_exception(self._error)
+        print(f"error: {verdict}; here it was in {self._note.stage}:", file=sys.stderr)
+        faulthandler.dump_traceback(all_threads=True)
+        sys.stderr.flush()
+        self._note.left, self._note.failed = True, f"it {verdict.why}" * to_blame
+        if answered:
+            self._exchange()
+        if distributed.is_main():  # JAX ends all as soon as it is gone: first they say their own
+            time.sleep(3 * BEAT)
+        self._end(1)
+
+    def __enter__(self) -> "Watchdog":
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+        self._thread.start()
+        return self
+
+    def __exit__(self, kind: type | None, error: BaseException | None, _: object) -> None:
+        several = distributed.hosts() > 1
+        together = error is None or isinstance(error, Preempted)
+        if several and not together:
+            text = " ".join(str(error).split())[:500]
+            named = "" if isinstance(error, UserError) else f"{type(error).__name__}: "
+            self._error, self._note.failed = error, named + text
+            self._others_ended.wait(GRACE + 4 * BEAT)
+            for other in self._failed:
+                print(f"error: {other}", file=sys.stderr)
+        self._done.set()
+        self._thread.join()
+        faulthandler.cancel_dump_traceback_later()
+        if several and together:
+            self._note.left = True
+            self._exchange()
