@@ -134,6 +134,15 @@ def default() -> Config:
     c.checkpoint.every = 50  # steps; the last step is always saved
     c.checkpoint.keep = 2  # newest checkpoints that stay on disk
 
+    c.guard = _section()  # against numbers that go bad; the batch goes to WORKDIR/bad_batch
+    c.guard.on_not_finite = "end"  # loss or gradient NaN or infinite: skip the update; end too
+    c.guard.spike = 0.0  # times the typical gradient norm, above which on_spike applies; 0: off
+    c.guard.on_spike = "skip"  # the update; or end too
+    c.guard.on_drift = "warn"  # above rollout.max_drift: warn, skip the update, or end too
+    c.guard.skips = 10  # steps one after the other with skipped updates, after which a run ends
+    c.guard.constant = 0  # steps one after the other without a mixed group, the same; 0: any
+    c.guard.keep = 10  # bad batches that are kept, the first ones
+
     c.watchdog = _section()  # of the processes of a run, which go on together
     c.watchdog.lag = 40.0  # seconds that one may be behind the others before the run ends; 0: any
     c.watchdog.stall = 3600.0  # seconds without anything new from any before it ends; 0: any

@@ -125,9 +125,23 @@ def to_host(tree: Any, axis: int = 0) -> Any:
 
 def total(value: float | int | np.number) -> float:
     """The sum over hosts of a number that each has one of."""
+    return float(totals(np.float64(value)))
+
+
+def totals(values: Any) -> np.ndarray:
+    """The sum over hosts of each of the numbers."""
+    values = np.asarray(values, np.float64)
     if jax.process_count() == 1:
-        return float(value)
-    return float(multihost_utils.process_allgather(np.float64(value)).sum())
+        return values
+    return multihost_utils.process_allgather(values).sum(axis=0)
+
+
+def from_main(values: Any) -> np.ndarray:
+    """The numbers that the main host gives."""
+    values = np.asarray(values)
+    if jax.process_count() == 1:
+        return values
+    return np.asarray(multihost_utils.broadcast_one_to_all(values))
 
 
 def largest(value: Any) -> np.ndarray:

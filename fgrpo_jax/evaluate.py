@@ -116,10 +116,12 @@ def make_evaluate(
             f"pass@{k}": distributed.total(pass_at_k(correct_P, samples, k).sum()) / total
             for k in powers_up_to(samples)
         }
+        kinds = sorted({held_out.problems[i].kind for i in range(total)})
         label = np.array([held_out.problems[i].kind for i in mine])
-        out["by_kind"] = {
-            kind: float(correct_P[label == kind].mean() / samples) for kind in sorted(set(label))
-        }
+        right, of = distributed.totals(
+            [[correct_P[label == kind].sum(), (label == kind).sum() * samples] for kind in kinds]
+        ).T
+        out["by_kind"] = dict(zip(kinds, (right / of).tolist(), strict=True))
         return out
 
     return evaluate

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import math
 import os
 import pathlib
 import resource
@@ -21,23 +22,28 @@ from fgrpo_jax.structs import Rollouts
 
 
 def rollout_metrics(rollouts: Rollouts) -> dict[str, float]:
-    """Means over this host's rows, and the shares of groups by what they can teach.
+    """Means over the rows of all hosts, and the shares of groups by what they can teach.
 
     Of all that was sampled, before groups or samples were chosen, with rewards as the judge gave
     them.
     """
     rate_P = rollouts.correct_PN.mean(axis=1)
-    length_B = rollouts.mask_BT.sum(axis=1)
+    rows, prompts = len(rollouts.mask_BT), len(rate_P)
+    sums = {  # and of how many each is the mean; None: of none
+        "reward": (rollouts.reward_PN.sum(), rows),
+        "pass_rate": (rate_P.sum(), prompts),
+        "groups_all_wrong": ((rate_P == 0).sum(), prompts),
+        "groups_mixed": (((rate_P > 0) & (rate_P < 1)).sum(), prompts),
+        "groups_all_right": ((rate_P == 1).sum(), prompts),
+        "prompts_drawn": (prompts, None),
+        "response_tokens": (rollouts.mask_BT.sum(), rows),
+        "truncated": ((~rollouts.finished_B).sum(), rows),  # no stop token within the limit
+        **{f"verdict/{name}": (rollouts.verdicts.count(name), None) for name in VERDICTS},
+    }
+    over = distributed.totals([(total, of or 0) for total, of in sums.values()])
     return {
-        "reward": float(rollouts.reward_PN.mean()),
-        "pass_rate": float(rate_P.mean()),
-        "groups_all_wrong": float((rate_P == 0).mean()),
-        "groups_mixed": float(((rate_P > 0) & (rate_P < 1)).mean()),
-        "groups_all_right": float((rate_P == 1).mean()),
-        "prompts_drawn": len(rate_P),
-        "response_tokens": float(length_B.mean()),
-        "truncated": float(1 - rollouts.finished_B.mean()),  # no stop token within the limit
-        **{f"verdict/{name}": rollouts.verdicts.count(name) for name in VERDICTS},
+        name: float(total / of) if of else round(total)
+        for name, (total, of) in zip(sums, over, strict=True)
     }
 
 
@@ -66,15 +72,18 @@ class Journal:
         os.replace(partial, path)
 
     def write(self, record: dict[str, Any]) -> None:
-        record = {
-            name: value.item() if isinstance(value, np.generic | np.ndarray) else value
-            for name, value in record.items()
-        }
+        record = {name: _plain(value) for name, value in record.items()}
         self.records.append(record)
         if not distributed.is_main():
             return
         with self.path.open("a") as file:
             file.write(json.dumps(record) + "\n")
+
+
+def _plain(value: Any) -> Any:
+    """As JSON has it, which knows neither NaN nor infinity: None."""
+    value = value.item() if isinstance(value, np.generic | np.ndarray) else value
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 class Clock:

@@ -110,3 +110,4 @@ class TrainState:
     step: Leaf  # int32 [], rollout steps done
     draws: Leaf  # int32 [], batches of prompts drawn: the data's position
     exponent: Leaf  # float32 [], lambda-GRPO's; 0 where it is not trained
+    typical_norm: Leaf  # float32 [], running mean of the gradient norms of updates; 0: none yet

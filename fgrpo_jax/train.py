@@ -23,6 +23,7 @@ from fgrpo_jax import (
 from fgrpo_jax.advantages import focal_weight
 from fgrpo_jax.build import build
 from fgrpo_jax.config import Config
+from fgrpo_jax.guard import Guard
 from fgrpo_jax.preemption import Notice
 from fgrpo_jax.profiling import make_profile
 from fgrpo_jax.watchdog import Watchdog
@@ -44,6 +45,7 @@ def train(c: Config, workdir: pathlib.Path, console: Console) -> dict[str, Any]:
         first_step, draws, gamma = int(state.step), int(state.draws), c.algo.focal_gamma
         log = metrics.Journal(workdir / "metrics.jsonl", first_step)
         evals = metrics.Journal(workdir / "evals.jsonl", first_step)
+        guard = Guard(c, workdir / "bad_batch", log.records, console.print)
         clock.go_on(log.records)
         bar = stack.enter_context(metrics.Bar(c.steps, first_step, console))
 
@@ -99,16 +101,14 @@ def train(c: Config, workdir: pathlib.Path, console: Console) -> dict[str, Any]:
             )
             numbers, learned = jax.device_get(numbers), parts.throughput.work(batch)
             del batch  # whose memory the next rollout may need
-            if not np.isfinite(numbers["loss"] + numbers["grad_norm"]):
-                raise FloatingPointError(
-                    f"step {step + 1}: loss or gradient is not finite; nothing of it was saved"
-                )
-            record = metrics.rollout_metrics(drawn) | numbers
+            record = {"step": step + 1, **metrics.rollout_metrics(drawn), **numbers}
             record["drift_alarm"] = int(numbers["drift_mean"] > c.rollout.max_drift)
             seconds, sampled = watch.lap(), throughput.sampled(drawn)
             record |= seconds | parts.throughput.metrics(seconds, sampled, learned) | clock.read()
-            log.write({"step": step + 1, **record})
+            log.write(record)
             dog.step_done()
+            with keeping(step + 1):
+                guard(record, rollouts, adv_PN)
             bar.show(step + 1, record)
             if step + 1 == c.steps or (step + 1) % c.checkpoint.every == 0:
                 with watch("checkpoint"):

@@ -20,6 +20,9 @@ from fgrpo_jax.structs import LearnerBatch, TrainState
 from fgrpo_jax.validation import Config
 
 Metrics = dict[str, Array]
+SUMS = ("skipped", "skipped/not_finite", "skipped/spike", "skipped/drift")  # updates of a step
+MEMORY = 0.95  # of the typical gradient norm, an update
+WARM = 10  # updates before a gradient norm can be a spike
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,6 +35,8 @@ class UpdateSettings:
     logit_chunk: int  # response tokens whose logits are in memory at a time
     samples: int = 1  # so many adjacent rows of a device's microbatch have one prompt
     widths: tuple[int, ...] = ()  # response columns that LearnerBatch.width_ZZ means, ascending
+    spike: float = 0.0  # an update of a larger gradient norm, in typical ones, is skipped; 0: none
+    drift: float = 0.0  # and of a larger mean drift, in nats a token; 0: none
 
 
 def settings_of(c: Config, shards: int) -> UpdateSettings:
@@ -43,6 +48,8 @@ def settings_of(c: Config, shards: int) -> UpdateSettings:
         logit_chunk=c.learn.logit_chunk,
         samples=batches.shared_rows(c, shards),
         widths=batches.widths(c),
+        spike=c.guard.spike,
+        drift=0.0 if c.guard.on_drift == "warn" else c.rollout.max_drift,
     )
 
 
@@ -68,7 +75,7 @@ def init_state(
 
 def _fresh(optimizer: optax.GradientTransformation, params: Any) -> TrainState:
     zero = jnp.int32(0)
-    return TrainState(params, optimizer.init(params), zero, zero, jnp.float32(0))
+    return TrainState(params, optimizer.init(params), zero, zero, jnp.float32(0), jnp.float32(0))
 
 
 def make_old_logprobs(
@@ -104,7 +111,9 @@ def make_update(
 
     Each minibatch is one optimizer update. Its loss is the aggregator's sum over all its rows
     divided once by the aggregator's count, whatever microbatches and devices it is spread over.
-    A batch of several updates carries old_logp_BT, of the parameters before the first.
+    A batch of several updates carries old_logp_BT, of the parameters before the first. An update
+    whose loss or gradient is not finite, or is beyond settings' bounds, changes nothing; the
+    metrics "skipped" and "skipped/..." count those of the step.
     base: the weights that stay as they are, where adapters are trained.
     """
     s, objective = settings, settings.objective
@@ -163,6 +172,13 @@ def make_update(
         if batch.width_ZZ is not None:
             computed = jnp.array(s.widths)[batch.width_ZZ].sum().astype(jnp.float32) * size
         (grads, slope), (total, sums, drift) = jax.lax.fori_loop(0, used, microbatch, zero)
+        norm = optax.tree.norm(grads)
+        skip = {"not_finite": ~jnp.isfinite(norm + total)}
+        if s.spike:
+            warm = _updates_done(state.opt_state) >= WARM
+            skip["spike"] = warm & (norm > s.spike * state.typical_norm)
+        if s.drift:
+            skip["drift"] = sums["drift_mean"] > s.drift * tokens
         # optax multiplies its int32 count by floats, which strict promotion would refuse
         with jax.named_scope("optimizer"), jax.numpy_dtype_promotion("standard"):
             updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
@@ -171,7 +187,7 @@ def make_update(
         metrics |= {
             "loss": total / count,
             "drift_max": drift,
-            "grad_norm": optax.tree.norm(grads),
+            "grad_norm": norm,
             "lr": jnp.asarray(schedule(_updates_done(state.opt_state)), jnp.float32),
             # of the response columns that were computed, those that hold no trained token; where
             # packed rows are whole, of all columns those that hold no token
@@ -179,9 +195,18 @@ def make_update(
         }
         if objective.aggregator == "lambda_grpo":
             metrics["lambda"] = state.exponent
-        exponent = state.exponent - objective.lambda_lr * slope
-        new = {"params": params, "opt_state": opt_state, "exponent": exponent}
-        return dataclasses.replace(state, **new), metrics
+        skipped = functools.reduce(jnp.logical_or, skip.values())
+        counts = {f"skipped/{why}": happened for why, happened in skip.items()}
+        metrics |= jax.tree.map(jnp.int32, counts | {"skipped": skipped})
+        first = state.typical_norm == 0
+        new = dataclasses.replace(
+            state,
+            params=params,
+            opt_state=opt_state,
+            exponent=state.exponent - objective.lambda_lr * slope,
+            typical_norm=jnp.where(first, norm, MEMORY * state.typical_norm + (1 - MEMORY) * norm),
+        )
+        return jax.tree.map(lambda old, new: jnp.where(skipped, old, new), state, new), metrics
 
     # Pinned, since a state laid out otherwise would compile everything again.
     layout = jax.tree.map(lambda x: x.sharding, abstract)
@@ -196,8 +221,10 @@ def make_update(
             learn = functools.partial(minibatch, base)
             epoch = lambda state, _: jax.lax.scan(learn, state, batch)
             state, metrics = jax.lax.scan(epoch, state, length=s.epochs)
-            worst = {"drift_max"}
-            metrics = {name: x.max() if name in worst else x.mean() for name, x in metrics.items()}
+            of_step = lambda name, x: (
+                x.max() if name == "drift_max" else x.sum() if name in SUMS else x.mean()
+            )
+            metrics = {name: of_step(name, x) for name, x in metrics.items()}
             return dataclasses.replace(state, step=state.step + 1), metrics
 
     return update

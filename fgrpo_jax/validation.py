@@ -55,6 +55,9 @@ CHOICES = {
     "importance.level": "token sequence".split(),
     "rollout.unroll": "auto yes no".split(),
     "optim.first_moment": "float32 bfloat16".split(),
+    "guard.on_not_finite": "skip end".split(),
+    "guard.on_spike": "skip end".split(),
+    "guard.on_drift": "warn skip end".split(),
 }
 TARGETS = "q_proj k_proj v_proj o_proj gate_proj up_proj down_proj".split()  # of adapters
 POSITIVE = (
@@ -63,7 +66,7 @@ POSITIVE = (
     "learn.minibatch learn.microbatch learn.widths learn.epochs learn.logit_chunk algo.pass_k "
     "algo.tau_right algo.tau_wrong data.max_prompt score.workers score.timeout checkpoint.every "
     "checkpoint.keep eval.samples eval.problems eval.top_p optim.lr optim.clip_norm mesh.replica "
-    "mesh.tp sft.steps sft.rows importance.high"
+    "mesh.tp sft.steps sft.rows importance.high guard.skips"
 ).split()
 NOT_NEGATIVE = (
     "seed lora.rank algo.focal_gamma algo.clip_low algo.clip_high algo.dual_clip algo.std_eps "
@@ -71,7 +74,8 @@ NOT_NEGATIVE = (
     "kl.coef importance.low score.overlong_buffer score.overlong_factor score.unlikeliness "
     "learn.pack rollout.subset rollout.slots rollout.waiting rollout.top_k rollout.min_p "
     "optim.warmup optim.decay_start optim.weight_decay eval.every eval.temperature "
-    "eval.top_k eval.min_p sft.slips watchdog.lag watchdog.stall"
+    "eval.top_k eval.min_p sft.slips watchdog.lag watchdog.stall guard.spike guard.constant "
+    "guard.keep"
 ).split()
 AT_MOST_1 = "rollout.top_p rollout.min_p eval.top_p eval.min_p score.unlikeliness".split()
 
@@ -124,6 +128,8 @@ def validate(c: Config) -> Config:
     _check_groups(c)
     _check_penalties(c)
     _check_batches(c)
+    spike = c.guard.spike
+    need(spike == 0 or spike > 1, f"guard.spike is {spike}: it must be above 1, or 0 for none")
     last = max((steps[-1] for steps in forms.steps(c.profile.steps)), default=0)
     need(last <= c.steps, f"profile.steps is {c.profile.steps!r} and the run has {c.steps} steps")
     return c

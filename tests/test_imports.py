@@ -15,7 +15,7 @@ ROWS = [
     "validation fields arithmetic ragged packing sampling preemption products watchdog",
     "config cautions adapters attention advantages losses kl aggregators shaping pass_at_k "
     "tokenizer sources",
-    "workdir layers optimizer prompts metrics objective estimators selection judge",
+    "workdir layers optimizer prompts metrics guard objective estimators selection judge",
     "model checkpoint rewards rlvr_dataset profiling flops",
     "weights logprobs layout roofline",
     "slots export throughput",

@@ -1,3 +1,5 @@
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -259,6 +261,82 @@ def test_drift_is_measured_on_real_tokens(policy, params):
     _, metrics = run(policy, params, shifted, micros=2)
     np.testing.assert_allclose(metrics["drift_mean"], 0.5, rtol=1e-4)
     np.testing.assert_allclose(metrics["drift_max"], 0.5, rtol=1e-4)
+
+
+def poisoned(at, value=np.nan):
+    """Rows of two minibatches, of which one has an advantage that no update survives."""
+    batch = rows()
+    advantage_B = batch.advantage_B.copy()
+    advantage_B[at * B // 2] = value
+    length = np.maximum(batch.mask_BT.sum(axis=1), 2)
+    return dataclasses.replace(
+        batch, advantage_B=advantage_B, mask_BT=np.arange(T)[None] < length[:, None]
+    )
+
+
+def test_an_update_that_is_not_finite_changes_nothing(policy, params):
+    """The step then equals one that has the other minibatch alone."""
+    good = jax.tree.map(lambda x: x[: B // 2], poisoned(1))
+    alone, _ = run(policy, params, good)
+    state, metrics = run(policy, params, poisoned(1), minis=2)
+    assert metrics["skipped"] == metrics["skipped/not_finite"] == 1
+    same(state.params, alone.params)
+    same(state.opt_state, alone.opt_state)
+    assert state.typical_norm == pytest.approx(alone.typical_norm, rel=1e-5)
+    assert np.isnan(metrics["loss"]) and state.step == 1
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_a_step_of_nothing_finite_leaves_all_as_it_was(policy, params, value):
+    state, metrics = run(policy, params, poisoned(0, value))
+    assert metrics["skipped"] == 1 and state.step == 1 and state.typical_norm == 0
+    jax.tree.map(np.testing.assert_array_equal, state.params, jax.device_get(params))
+    assert all((np.asarray(x) == 0).all() for x in jax.tree.leaves(state.opt_state))
+
+
+def guarded(policy, params, scales, **bounds):
+    """Metrics and state of steps on the same rows, with advantages times the scales."""
+    optimizer = optax.adamw(SCHEDULE, eps=1e-3)
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]).reshape(1, 1, 1), sharding.AXES)
+    told = []
+    with jax.set_mesh(mesh):
+        abstract = abstract_state(policy, optimizer, mesh)
+        limits = dataclasses.replace(settings(), **bounds)
+        update = make_update(policy, optimizer, SCHEDULE, limits, abstract)
+        state = init_state(params, optimizer, abstract)
+        for scale in scales:
+            batch = rows()
+            batch = dataclasses.replace(batch, advantage_B=batch.advantage_B * np.float32(scale))
+            before = jax.device_get(state)
+            state, metrics = update(state, put_batch(batch, 1, 1, mesh))
+            told.append((before, jax.device_get(metrics), jax.device_get(state)))
+    return told
+
+
+def test_a_spike_is_skipped_once_norms_are_known(policy, params):
+    scales = [1.0, 50.0, *[1.0] * 10, 2.5, 50.0, 1.0]
+    told = guarded(policy, params, scales, spike=4.0)
+    skipped = [int(metrics["skipped/spike"]) for _, metrics, _ in told]
+    assert skipped == [0] * 13 + [1, 0]  # the second came before ten norms were known
+    before, _, after = told[13]
+    jax.tree.map(np.testing.assert_array_equal, before.params, after.params)
+    jax.tree.map(np.testing.assert_array_equal, before.opt_state, after.opt_state)
+    typical = 0.0
+    for _, metrics, after in told:
+        norm = float(metrics["grad_norm"])
+        if not metrics["skipped"]:
+            typical = 0.95 * typical + 0.05 * norm if typical else norm
+        assert after.typical_norm == pytest.approx(typical, rel=1e-5)
+
+
+def test_drift_beyond_its_bound_is_skipped(policy, params):
+    (_, metrics, _), *_ = guarded(policy, params, [1.0])
+    drift = float(metrics["drift_mean"])
+    assert "skipped/drift" not in metrics and drift > 0
+    for bound, skipped in ((drift * 1.01, 0), (drift * 0.99, 1)):
+        ((_, metrics, after),) = guarded(policy, params, [1.0], drift=bound)
+        assert metrics["skipped/drift"] == metrics["skipped"] == skipped
+        assert (after.typical_norm == 0) == bool(skipped)
 
 
 def test_compiles_once(policy, params):
