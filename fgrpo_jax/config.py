@@ -139,6 +139,7 @@ def default() -> Config:
     c.guard.spike = 0.0  # times the typical gradient norm, above which on_spike applies; 0: off
     c.guard.on_spike = "skip"  # the update; or end too
     c.guard.on_drift = "warn"  # above rollout.max_drift: warn, skip the update, or end too
+    c.guard.on_recompile = "end"  # a program compiled again after a run's second step: warn, end
     c.guard.skips = 10  # steps one after the other with skipped updates, after which a run ends
     c.guard.constant = 0  # steps one after the other without a mixed group, the same; 0: any
     c.guard.keep = 10  # bad batches that are kept, the first ones

@@ -26,6 +26,7 @@ from fgrpo_jax.config import Config
 from fgrpo_jax.guard import Guard
 from fgrpo_jax.preemption import Notice
 from fgrpo_jax.profiling import make_profile
+from fgrpo_jax.recompiles import Recompiles
 from fgrpo_jax.watchdog import Watchdog
 
 
@@ -46,6 +47,7 @@ def train(c: Config, workdir: pathlib.Path, console: Console) -> dict[str, Any]:
         log = metrics.Journal(workdir / "metrics.jsonl", first_step)
         evals = metrics.Journal(workdir / "evals.jsonl", first_step)
         guard = Guard(c, workdir / "bad_batch", log.records, console.print)
+        recompiles = Recompiles(c.guard.on_recompile == "end", console.print)
         clock.go_on(log.records)
         bar = stack.enter_context(metrics.Bar(c.steps, first_step, console))
 
@@ -77,7 +79,7 @@ def train(c: Config, workdir: pathlib.Path, console: Console) -> dict[str, Any]:
                 with keeping(step):
                     evaluate_once(step)
             key = jax.random.fold_in(root_key, step)
-            with profile(step + 1):
+            with profile(step + 1), recompiles.watch(step >= first_step + 2):
                 with keeping(step):
                     with watch("rollout"):  # prompts -> tokens -> scores
                         # no name for the decode weights, which would keep them during the update
@@ -109,6 +111,7 @@ def train(c: Config, workdir: pathlib.Path, console: Console) -> dict[str, Any]:
             dog.step_done()
             with keeping(step + 1):
                 guard(record, rollouts, adv_PN)
+                recompiles.check(step + 1)
             bar.show(step + 1, record)
             if step + 1 == c.steps or (step + 1) % c.checkpoint.every == 0:
                 with watch("checkpoint"):

@@ -58,6 +58,7 @@ CHOICES = {
     "guard.on_not_finite": "skip end".split(),
     "guard.on_spike": "skip end".split(),
     "guard.on_drift": "warn skip end".split(),
+    "guard.on_recompile": "warn end".split(),
 }
 TARGETS = "q_proj k_proj v_proj o_proj gate_proj up_proj down_proj".split()  # of adapters
 POSITIVE = (

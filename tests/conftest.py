@@ -20,6 +20,7 @@ jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
 from fgrpo_jax.model import ModelConfig, Policy  # noqa: E402
 
 DATA = pathlib.Path(__file__).parent / "data"
+FAULTS: list[tuple[str, ...]] = []  # what was tried, for the table at the end
 SHARED = pathlib.Path(__file__).parents[2] / "shared"  # extra real files, where they are laid out
 
 
@@ -37,6 +38,13 @@ def pytest_collection_modifyitems(items):
         for item in items:
             if item.get_closest_marker("gpu"):
                 item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU: tests/gpu/check.sh"))
+
+
+def pytest_terminal_summary(terminalreporter):
+    if FAULTS:
+        terminalreporter.section("faults")
+        for row in [("fault", "tried", "survived", "s to detect", "s to resume"), *FAULTS]:
+            terminalreporter.write_line(" | ".join(row))
 
 
 @pytest.fixture(scope="session")

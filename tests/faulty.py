@@ -1,18 +1,22 @@
-"""fgrpo_jax.main with a fault in it: python faulty.py FAULT PROCESS STEP [the flags of main].
+"""fgrpo_jax.main with a fault in it: python faulty.py FAULT PROCESS STEP ONCE [the flags of main].
 
-FAULT happens in one process when it has done so many steps: raise, user (a UserError), stuck
-(asleep while its other threads go on), deaf (stuck, and no thread of it can run), exit.
+FAULT happens in one process when it has done so many steps, if there is no file ONCE, which it
+makes: kill, stop (signals to itself), raise, user (a UserError), exit, stuck (asleep while its
+other threads go on), deaf (stuck, and no thread of it can run).
 """
 
 import ctypes
 import os
+import pathlib
 import runpy
+import signal
 import sys
 import time
 
 from fgrpo_jax import UserError, metrics
 
 fault, process, step = sys.argv[1], sys.argv[2], int(sys.argv[3])
+once = pathlib.Path(sys.argv[4])
 write = metrics.Journal.write
 
 
@@ -22,7 +26,11 @@ def faulty(self, record):
         return
     if os.environ.get("JAX_PROCESS_ID", "0") != process:
         return
-    print(f"fault at {time.time():.1f}", file=sys.stderr, flush=True)
+    if once.exists():
+        return
+    once.write_text(f"{time.time()}")
+    if fault in ("kill", "stop"):
+        os.kill(os.getpid(), signal.SIGKILL if fault == "kill" else signal.SIGSTOP)
     if fault == "raise":
         raise RuntimeError("a fault on purpose")
     if fault == "user":
@@ -36,5 +44,5 @@ def faulty(self, record):
 
 
 metrics.Journal.write = faulty
-sys.argv = ["fgrpo_jax.main", *sys.argv[4:]]
+sys.argv = ["fgrpo_jax.main", *sys.argv[5:]]
 runpy.run_module("fgrpo_jax.main", run_name="__main__", alter_sys=True)

@@ -12,7 +12,7 @@ import fgrpo_jax
 PACKAGE = pathlib.Path(fgrpo_jax.__file__).parent
 ROWS = [
     "structs sharding distributed numerics forms answers timing accelerators hlo batches",
-    "validation fields arithmetic ragged packing sampling preemption products watchdog",
+    "validation fields arithmetic ragged packing sampling preemption products watchdog recompiles",
     "config cautions adapters attention advantages losses kl aggregators shaping pass_at_k "
     "tokenizer sources",
     "workdir layers optimizer prompts metrics guard objective estimators selection judge",
