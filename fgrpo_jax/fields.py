@@ -112,7 +112,8 @@ def _names(row: Row, name: str, mapping: dict[str, list[str]]) -> dict[str, str]
 
 def _problem(row: Row, names: dict[str, str], stem: str) -> Problem:
     def value(field: str) -> Any:
-        return _get(row, names[field]) if names.get(field) else None
+        name = names.get(field)
+        return _get(row, name) if name and _has(row, name) else None  # as kind may lack in a row
 
     text = _user_text(value("problem"))
     if preamble := str(value("preamble") or "").strip():

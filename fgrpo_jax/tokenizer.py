@@ -7,7 +7,6 @@ import pathlib
 from collections.abc import Sequence
 from typing import Any
 
-import jinja2
 import numpy as np
 
 from fgrpo_jax import UserError
@@ -60,16 +59,18 @@ class Tokenizer:
         messages = [{"role": "system", "content": system}] if system else []
         messages.append({"role": "user", "content": text})
         try:
-            return self.backend.apply_chat_template(
+            rendered = self.backend.apply_chat_template(
                 messages,
                 chat_template=self.chat_template,
                 tokenize=False,
                 add_generation_prompt=True,
             )
-        except jinja2.TemplateError as error:
+            rendered.encode()  # a template may write half a surrogate pair
+        except Exception as error:  # jinja's own, and those of what the template calls
             raise UserError(
                 f"the chat template cannot be rendered, see data.chat_template: {error}"
             ) from error
+        return rendered
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
         """Ids of rendered texts: nothing is added, since the template has written all."""
