@@ -131,7 +131,7 @@ def load(folder: pathlib.Path) -> Tokenizer:
     except Exception as error:
         raise UserError(
             f"the tokenizer in {folder} cannot be read: {error!s:.200}; copy tokenizer.json and "
-            "what is beside it again"
+            "tokenizer_config.json again"
         ) from error
     return Tokenizer(backend, _stop_ids(folder, backend.eos_token_id), len(backend))
 
