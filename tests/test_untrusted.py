@@ -6,6 +6,7 @@ Flipped bits of weights are out of reach: safetensors has no checksums. Only wha
 
 import ast
 import contextlib
+import io
 import json
 import math
 import os
@@ -22,6 +23,7 @@ import pyarrow
 import pytest
 import qwen2_folder
 from pyarrow import parquet
+from rich.console import Console
 
 import fgrpo_jax
 from fgrpo_jax import (
@@ -29,6 +31,8 @@ from fgrpo_jax import (
     config,
     evaluate,
     metrics,
+    prompts,
+    report,
     rewards,
     sharding,
     sources,
@@ -739,6 +743,22 @@ def test_data_is_what_a_worker_can_be_sent(tmp_path):
     sentence = refused(sources.read, source, "train", 0.0, "data=meta")
     assert "row 1: Object of type date is not JSON serializable" in sentence
     assert sources.read(source, "train")
+
+
+def test_golds_that_look_like_markup_are_shown_as_they_are():
+    problem = Problem("p", "1")
+    golds = ("[/x]", "[red]", "a\\", "x" * 100_000)
+    loaded = prompts.PromptSet((problem,), (np.zeros(1, np.int32),), 1, {}, unparsable=golds)
+    out = io.StringIO()
+    Console(file=out, soft_wrap=True).print(prompts.summary(loaded), highlight=False)
+    assert "'[/x]', '[red]', 'a\\\\', 'xxx" in out.getvalue() and len(out.getvalue()) < 300
+
+
+@pytest.mark.parametrize("kind", [r"$\frac{$", "$$", "$", r"\$", "x" * 100_000])
+def test_kinds_that_look_like_formulas_are_drawn(tmp_path, kind):
+    evaluation = {"step": 0, "pass@1": 0.5, "by_kind": {kind: 0.5}}
+    report.draw(tmp_path / "a.png", "title", [], [evaluation, evaluation], 1)
+    assert (tmp_path / "a.png").stat().st_size
 
 
 # ---- what a run reads back
