@@ -858,7 +858,16 @@ LONG = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("reward", ["math", "gsm8k", "number", "multiple_choice", "exact"])
+@pytest.mark.parametrize(
+    "reward",
+    [
+        "math",
+        pytest.param("gsm8k", marks=pytest.mark.slow),
+        "number",
+        "multiple_choice",
+        "exact",
+    ],
+)
 def test_hostile_answers_get_a_verdict(reward):
     limit = 1.0
     form = {"math": "\\boxed{{{}}}", "gsm8k": "#### {}"}.get(reward, "{}")
