@@ -18,6 +18,7 @@ import jax
 
 from fgrpo_jax import UserError, accelerators, config, flops, roofline, sharding, validation
 from fgrpo_jax.hlo import collectives
+from fgrpo_jax.jsons import read_json
 from fgrpo_jax.programs import build, devices, model_shape
 
 FORM = "1"  # of the reports kept: another is not read
@@ -47,7 +48,7 @@ def compile_one(
     digest = hashlib.sha256("\n".join([lowered.as_text(), *options]).encode()).hexdigest()
     path = folder / f"{digest}.json" if folder else None
     if path and path.is_file():
-        return json.loads(path.read_text()) | {"cached": True}
+        return read_json(path) | {"cached": True}
     wall, cpu = time.perf_counter(), time.process_time()
     try:
         compiled = lowered.compile()

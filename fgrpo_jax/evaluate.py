@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from fgrpo_jax import distributed
+from fgrpo_jax import distributed, jsons
 from fgrpo_jax.answers import Score
 from fgrpo_jax.pass_at_k import pass_at_k, powers_up_to
 from fgrpo_jax.prompts import PromptSet
@@ -31,13 +31,15 @@ class Counts:
     def __init__(self, path: pathlib.Path, samples: int):
         self.path, self.samples = path, samples
         self.correct: dict[int, int] = {}  # by the problem's place in the set
-        for line in path.read_text().splitlines() if path.exists() else []:
+        for line in jsons.read_lines(path):
             try:
-                record = json.loads(line)
-                if record["samples"] == samples:
-                    self.correct[record["problem"]] = record["correct"]
+                record = jsons.parse(line)
+                problem, of, correct = (record[key] for key in ("problem", "samples", "correct"))
+                counts = type(problem) is type(correct) is int and 0 <= correct <= samples
+                if counts and of == samples:
+                    self.correct[problem] = correct
             except (ValueError, KeyError, TypeError):
-                break  # the line that a killed process was writing
+                break  # a killed process was writing here: what follows is sampled again
         path.parent.mkdir(parents=True, exist_ok=True)
         partial = path.with_name(path.name + ".partial")
         partial.write_text("".join(map(self._line, self.correct)))

@@ -13,13 +13,14 @@ Names are compared without case, and a dot goes into a nested field. The first r
   breaks, "19{}43" of "19 and 43", "144^3" of "144 m^3", a brace too many.
 """
 
+import decimal
 import json
 import math
 import re
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from fgrpo_jax import UserError, forms
+from fgrpo_jax import UserError, forms, jsons
 from fgrpo_jax.answers import boxed_answer
 from fgrpo_jax.structs import Problem
 
@@ -43,7 +44,8 @@ INSTRUCTION = re.compile(
     r"\s*(?<![^\s.?!])(?:Let's|Let us|Please|Put|Make sure|Remember|Return|Present|Enclose|Output|"
     r"Think|Reason|Solve|Write|Give)\b[^.?!\n]*\\boxed\{\s*\}[^.?!\n]*[.!]?\s*$"
 )
-GSM8K = re.compile(r"(?:^|\n)####([^\n]*)\s*$")
+TAIL = 500  # characters at the end of a message in which one is looked for
+GSM8K = re.compile(r"(?:^|\n)####([^\n]*)$")
 
 
 def problems(rows: Iterable[Row], name: str, stem: str, mapping: str = "") -> Iterator[Problem]:
@@ -56,27 +58,31 @@ def problems(rows: Iterable[Row], name: str, stem: str, mapping: str = "") -> It
     """
     names: dict[str, str] = {}
     for number, row in enumerate(rows, 1):
-        if set(row) == OWN and not mapping:
-            yield _own(row, name)
-            continue
-        names = names or _names(row, name, forms.mapping(mapping))
-        for field in ("problem", "answer"):
-            if not _has(row, names[field]):
-                raise UserError(
-                    f"{name}, row {number} lacks the field {names[field]!r}, which row 1 has"
-                )
+        own = set(row) == OWN and not mapping
+        if not own:
+            names = names or _names(row, name, forms.mapping(mapping))
+            for field in ("problem", "answer"):
+                if not _has(row, names[field]):
+                    raise UserError(
+                        f"{name}, row {number} lacks the field {names[field]!r}, which row 1 has"
+                    )
         try:
-            yield _problem(row, names, stem)
+            problem = _own(row) if own else _problem(row, names, stem)
+            for text in (problem.text, problem.answer, problem.kind, problem.worked):
+                text.encode()  # JSON may hold half a surrogate pair, which no tokenizer takes
         except (TypeError, ValueError) as error:
             raise UserError(f"{name}, row {number}: {error}") from error
+        yield problem
 
 
-def _own(row: Row, name: str) -> Problem:
+def _own(row: Row) -> Problem:
     """The problem that rlvr_dataset wrote as this row."""
+    if not all(isinstance(value, str) for value in row.values()):
+        raise ValueError(f"its fields {', '.join(sorted(OWN))} must be texts")
     try:
-        data = json.loads(row["data"]) if row["data"] else None
+        data = jsons.parse(row["data"].encode()) if row["data"] else None
     except ValueError as error:
-        raise UserError(f"{name}: its field data must hold JSON, or nothing") from error
+        raise ValueError("its field data must hold JSON, or nothing") from error
     return Problem(row["text"], row["answer"], row["kind"], row["worked"], data)
 
 
@@ -106,7 +112,8 @@ def _names(row: Row, name: str, mapping: dict[str, list[str]]) -> dict[str, str]
 
 def _problem(row: Row, names: dict[str, str], stem: str) -> Problem:
     def value(field: str) -> Any:
-        return _get(row, names[field]) if names.get(field) else None
+        name = names.get(field)
+        return _get(row, name) if name and _has(row, name) else None  # as kind may lack in a row
 
     text = _user_text(value("problem"))
     if preamble := str(value("preamble") or "").strip():
@@ -118,7 +125,7 @@ def _problem(row: Row, names: dict[str, str], stem: str) -> Problem:
     worked = worked if isinstance(worked, str) else ""
     given = value("answer")
     answer = _gold(given)
-    if isinstance(given, str) and (match := GSM8K.search(given)):
+    if isinstance(given, str) and (match := GSM8K.search(given.rstrip())):
         answer, worked = re.sub("[,$]", "", match[1]), worked or given
     elif r"\boxed" in answer:
         answer = boxed_answer(answer) or ""
@@ -128,7 +135,9 @@ def _problem(row: Row, names: dict[str, str], stem: str) -> Problem:
         answer = _repaired(answer, boxed_answer(worked) or "")
     kind = value("kind")
     kind = f"{names['kind']} {kind}" if isinstance(kind, int | float) else str(kind or stem)
-    return Problem(text, answer.strip() or boxed_answer(worked) or "", kind, worked, value("data"))
+    data = value("data")
+    json.dumps(data)  # TypeError: a date or bytes, which no worker can be sent
+    return Problem(text, answer.strip() or boxed_answer(worked) or "", kind, worked, data)
 
 
 def _user_text(value: Any) -> str:
@@ -138,10 +147,10 @@ def _user_text(value: Any) -> str:
             raise ValueError("its prompt must be chat messages of which the last is the user's one")
         value = value[-1].get("content")
         if isinstance(value, str):
-            value = INSTRUCTION.sub("", value)
+            start = max(0, len(value) - TAIL)
+            value = value[:start] + INSTRUCTION.sub("", value[start:])
     if not isinstance(value, str) or not value.strip():
         raise ValueError("its problem must be a text that is not empty")
-    value.encode()  # JSON may hold half a surrogate pair, which no tokenizer takes
     return value
 
 
@@ -154,6 +163,10 @@ def _gold(value: Any) -> str:
         if not math.isfinite(value):
             return ""
         return str(int(value)) if value == int(value) else repr(value)
+    if not isinstance(value, str | int | decimal.Decimal | None):
+        raise ValueError(
+            f"its answer is of type {type(value).__name__}: it must be a text, a number or a list"
+        )
     return "" if value is None else str(value).strip()
 
 
@@ -206,4 +219,5 @@ def _listed(row: Row, prefix: str = "") -> str:
         names.append(
             _listed(value, f"{prefix}{key}.") if isinstance(value, dict) else f"{prefix}{key}"
         )
-    return ", ".join(filter(None, names)) or "none"
+    listed = ", ".join(filter(None, names)) or "none"
+    return listed if listed.isprintable() and len(listed) < 2000 else f"{listed!r:.2000}"

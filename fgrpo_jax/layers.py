@@ -21,6 +21,15 @@ from fgrpo_jax.attention import causal_attention, decode_attention
 from fgrpo_jax.products import product
 from fgrpo_jax.sharding import constrain
 
+LARGEST = {  # of config.json's sizes that are believed, before anything is made of them
+    "vocab_size": 1 << 24,
+    "hidden_size": 1 << 18,
+    "intermediate_size": 1 << 20,
+    "num_hidden_layers": 1000,
+    "num_attention_heads": 1 << 12,
+    "num_key_value_heads": 1 << 12,
+    "head_dim": 1 << 12,
+}
 MULTIPLIED = "multiplied"  # checkpoint_name of products with weights
 
 
@@ -50,34 +59,65 @@ class ModelConfig:
         return heads + 3 * self.width * self.feed_forward
 
     @classmethod
-    def from_hugging_face(cls, c: dict[str, Any]) -> "ModelConfig":
+    def from_hugging_face(cls, c: dict[str, Any], file: str = "config.json") -> "ModelConfig":
         """From the content of a config.json; UserError on what this policy does not compute."""
+
+        def size(key: str, default: int | None = None) -> int:
+            value = default if c.get(key) is None else c[key]
+            if value is None:
+                raise UserError(f"{file} has no {key}")
+            if type(value) is not int or not 1 <= value <= LARGEST[key]:
+                raise UserError(
+                    f"{file} has {key} {value!r:.40}: it must be a whole number from 1 to "
+                    f"{LARGEST[key]}"
+                )
+            return value
+
+        def number(key: str, value: Any) -> float:
+            if type(value) not in (int, float) or not 0 < value < 1e12:
+                raise UserError(f"{file} has {key} {value!r:.40}: it must be a number above 0")
+            return float(value)
+
         if c.get("model_type") != "qwen2":
-            raise UserError(f"config.json has model_type {c.get('model_type')!r}: it must be qwen2")
+            raise UserError(f"{file} has model_type {c.get('model_type')!r:.40}: it must be qwen2")
         if c.get("use_sliding_window"):
-            raise UserError("config.json has use_sliding_window true: it is not supported")
+            raise UserError(f"{file} has use_sliding_window true: it is not supported")
         if c.get("hidden_act", "silu") != "silu":
-            raise UserError(f"config.json has hidden_act {c['hidden_act']!r}: it must be silu")
+            raise UserError(f"{file} has hidden_act {c['hidden_act']!r:.40}: it must be silu")
         rope = c.get("rope_parameters") or c.get("rope_scaling") or {}
-        if rope.get("rope_type", rope.get("type", "default")) != "default":
-            raise UserError("config.json scales RoPE: only the default rotation is supported")
-        theta = c.get("rope_theta", rope.get("rope_theta", 10_000.0))
-        try:
-            heads = c["num_attention_heads"]
-            return cls(
-                vocab=c["vocab_size"],
-                width=c["hidden_size"],
-                layers=c["num_hidden_layers"],
-                heads=heads,
-                kv_heads=c.get("num_key_value_heads", heads),
-                head_size=c.get("head_dim") or c["hidden_size"] // heads,
-                feed_forward=c["intermediate_size"],
-                rope_theta=float(theta),
-                rms_eps=c.get("rms_norm_eps", 1e-6),
-                tied=c.get("tie_word_embeddings", False),
+        if not isinstance(rope, dict) or rope.get("rope_type", rope.get("type", "default")) != (
+            "default"
+        ):
+            raise UserError(f"{file} scales RoPE: only the default rotation is supported")
+        tied = c.get("tie_word_embeddings", False)
+        if not isinstance(tied, bool):
+            raise UserError(
+                f"{file} has tie_word_embeddings {tied!r:.40}: it must be true or false"
             )
-        except KeyError as error:
-            raise UserError(f"config.json has no {error.args[0]}") from None
+        width, heads = size("hidden_size"), size("num_attention_heads")
+        kv_heads = size("num_key_value_heads", heads)
+        if heads % kv_heads or (c.get("head_dim") is None and width % heads):
+            raise UserError(
+                f"{file} has hidden_size {width}, num_attention_heads {heads} and "
+                f"num_key_value_heads {kv_heads}: each must be a multiple of the next"
+            )
+        head_size = size("head_dim", width // heads)
+        if head_size % 2:
+            raise UserError(
+                f"{file} has heads of size {head_size}: RoPE turns pairs, so it is even"
+            )
+        return cls(
+            vocab=size("vocab_size"),
+            width=width,
+            layers=size("num_hidden_layers"),
+            heads=heads,
+            kv_heads=kv_heads,
+            head_size=head_size,
+            feed_forward=size("intermediate_size"),
+            rope_theta=number("rope_theta", c.get("rope_theta", rope.get("rope_theta", 10_000.0))),
+            rms_eps=number("rms_norm_eps", c.get("rms_norm_eps", 1e-6)),
+            tied=tied,
+        )
 
 
 @struct.dataclass

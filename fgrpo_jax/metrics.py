@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.progress import TimeRemainingColumn as TimeLeft
 
-from fgrpo_jax import distributed
+from fgrpo_jax import UserError, distributed, jsons
 from fgrpo_jax.answers import VERDICTS
 from fgrpo_jax.structs import Rollouts
 
@@ -54,17 +54,10 @@ class Journal:
     """
 
     def __init__(self, path: pathlib.Path, step: int):
-        """Keeps the records up to `step`: those after it will be written again."""
+        """Keeps the records up to `step`: those after it will be written again. The last line may
+        be what a killed process was writing; UserError where another one is no record."""
         self.path = path
-        self.records: list[dict[str, Any]] = []
-        if path.exists():
-            for line in path.read_text().splitlines():
-                try:
-                    record = json.loads(line)
-                except ValueError:
-                    break  # the line that a killed process was writing
-                if record["step"] <= step:
-                    self.records.append(record)
+        self.records = [record for record in _records(path) if record["step"] <= step]
         if not distributed.is_main():
             return
         partial = path.with_name(path.name + ".partial")
@@ -86,6 +79,25 @@ def _plain(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
+def _records(path: pathlib.Path) -> list[dict[str, Any]]:
+    records = []
+    lines = jsons.read_lines(path)
+    for number, line in enumerate(lines, 1):
+        try:
+            record = jsons.parse(line)
+            if not isinstance(record, dict) or type(record.get("step")) is not int:
+                raise ValueError("it has no step")
+        except ValueError as error:
+            if number == len(lines):
+                break
+            raise UserError(
+                f"{path}, line {number} is no record of a run: remove the line, or give another "
+                "--workdir"
+            ) from error
+        records.append(record)
+    return records
+
+
 class Clock:
     """Wall and CPU seconds of the run, over all the processes that it took."""
 
@@ -95,8 +107,14 @@ class Clock:
     def go_on(self, records: list[dict[str, Any]]) -> None:
         """Adds what a run had taken by the last of its records."""
         if records:
-            self._wall -= records[-1]["wall_s"]
-            self._cpu += records[-1]["cpu_s"]
+            try:
+                self._wall -= records[-1]["wall_s"]
+                self._cpu += records[-1]["cpu_s"]
+            except (KeyError, TypeError) as error:
+                raise UserError(
+                    f"the metrics of step {records[-1]['step']} have no wall_s and cpu_s in "
+                    "seconds: give another --workdir"
+                ) from error
 
     def read(self) -> dict[str, float]:
         """CPU seconds are this process's and those of its children that have ended."""

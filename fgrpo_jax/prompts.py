@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
+from rich.markup import escape
 
 from fgrpo_jax import UserError, answers, config, forms, sources
 from fgrpo_jax import tokenizer as tokenizers
@@ -112,7 +113,7 @@ def summary(loaded: PromptSet) -> str:
     reasons = [f"{count:,} {reason}" for reason, count in loaded.dropped.items() if count]
     line = f"{len(loaded.problems):,} prompts"
     line += f", dropped: {', '.join(reasons)}" if reasons else ", none dropped"
-    listed = ", ".join(repr(gold) for gold in loaded.unparsable[:10])
+    listed = ", ".join(escape(f"{gold!r:.80}") for gold in loaded.unparsable[:10])
     return f"{line}; unparsable golds: {listed}" if listed else line
 
 

@@ -3,12 +3,12 @@
 `read` gives all problems of a source as they are; what a run keeps of them is prompts.py's choice.
 """
 
-import json
+import codecs
 import pathlib
 from collections.abc import Iterator
 from typing import Any
 
-from fgrpo_jax import UserError, arithmetic, fields, forms
+from fgrpo_jax import UserError, arithmetic, fields, forms, jsons
 from fgrpo_jax.forms import Part
 from fgrpo_jax.structs import Problem
 
@@ -54,37 +54,55 @@ def _reason(error: Exception) -> str:
     return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 
+def _file(path: str) -> pathlib.Path:
+    """UserError where there is no file, or one of no end: a pipe, a device."""
+    file = pathlib.Path(path)
+    if not file.exists():
+        raise UserError(f"data file {path} does not exist")
+    if not file.is_file():
+        raise UserError(f"data file {path} cannot be read: it is no regular file")
+    return file
+
+
 def _jsonl(path: str) -> Iterator[dict[str, Any]]:
     number = 0
     try:
-        with pathlib.Path(path).open(encoding="utf-8") as file:
-            for line in file:
+        with _file(path).open("rb") as file:
+            while line := file.readline(jsons.LIMIT + 1):
                 number += 1
+                if len(line) > jsons.LIMIT:
+                    raise UserError(
+                        f"data file {path}, line {number}: longer than {jsons.LIMIT >> 20} MiB"
+                    )
+                if number == 1:
+                    line = line.removeprefix(codecs.BOM_UTF8)
                 if line.strip():
-                    row = json.loads(line)
+                    row = jsons.parse(line)
                     if not isinstance(row, dict):
-                        raise ValueError
+                        raise ValueError(f"it is of type {type(row).__name__}")
                     yield row
-    except FileNotFoundError:
-        raise UserError(f"data file {path} does not exist") from None
-    except (OSError, UnicodeDecodeError) as error:
+    except OSError as error:
         raise UserError(f"data file {path} cannot be read: {error}") from error
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"data file {path}, line {number}: not a JSON object") from error
+    except ValueError as error:
+        reason = getattr(error, "msg", error)  # JSON's own without its place, which is in the line
+        raise UserError(f"data file {path}, line {number}: not a JSON object ({reason})") from error
 
 
 def _parquet(path: str) -> Iterator[dict[str, Any]]:
     import pyarrow
     from pyarrow import parquet
 
-    if not pathlib.Path(path).exists():
-        raise UserError(f"data file {path} does not exist")
+    number = 0
     try:
-        with parquet.ParquetFile(path) as file:
-            for batch in file.iter_batches():
-                yield from batch.to_pylist()
-    except (OSError, pyarrow.ArrowException) as error:
-        raise UserError(f"data file {path} cannot be read: {_reason(error)}") from error
+        with parquet.ParquetFile(_file(path)) as file:
+            for batch in file.iter_batches(batch_size=1024):
+                for row in batch.to_pylist():
+                    number += 1
+                    yield row
+    except (OSError, ValueError, OverflowError, MemoryError, pyarrow.ArrowException) as error:
+        raise UserError(
+            f"data file {path} cannot be read after row {number}: {_reason(error)}"
+        ) from error
 
 
 def _tfds(rest: str) -> Iterator[dict[str, Any]]:

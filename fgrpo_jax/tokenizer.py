@@ -2,16 +2,15 @@
 
 import bisect
 import dataclasses
-import json
 import os
 import pathlib
 from collections.abc import Sequence
 from typing import Any
 
-import jinja2
 import numpy as np
 
 from fgrpo_jax import UserError
+from fgrpo_jax.jsons import read_json
 
 # A chat template for base models: each message's text and a newline.
 PLAIN = "{% for message in messages %}{{ message['content'] + '\\n' }}{% endfor %}"
@@ -60,16 +59,18 @@ class Tokenizer:
         messages = [{"role": "system", "content": system}] if system else []
         messages.append({"role": "user", "content": text})
         try:
-            return self.backend.apply_chat_template(
+            rendered = self.backend.apply_chat_template(
                 messages,
                 chat_template=self.chat_template,
                 tokenize=False,
                 add_generation_prompt=True,
             )
-        except jinja2.TemplateError as error:
+            rendered.encode()  # a template may write half a surrogate pair
+        except Exception as error:  # jinja's own, and those of what the template calls
             raise UserError(
                 f"the chat template cannot be rendered, see data.chat_template: {error}"
             ) from error
+        return rendered
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
         """Ids of rendered texts: nothing is added, since the template has written all."""
@@ -115,18 +116,23 @@ class StopStrings:
 
 
 def load(folder: pathlib.Path) -> Tokenizer:
-    """The tokenizer of a folder; UserError where it is missing."""
+    """The tokenizer of a folder; UserError where it is missing or cannot be read."""
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # that torch is missing
     from transformers import PreTrainedTokenizerFast  # seconds to import
 
-    if not (folder / "tokenizer.json").exists():
+    if not (folder / "tokenizer.json").is_file():
         raise UserError(f"{folder} has no tokenizer.json: give model.path a Hugging Face folder")
+    if (folder / "tokenizer_config.json").exists():
+        read_json(folder / "tokenizer_config.json")
     try:
         # Not AutoTokenizer: for model type qwen2 it puts Qwen's own splitting rules in place of
         # those in tokenizer.json.
         backend = PreTrainedTokenizerFast.from_pretrained(folder)
     except Exception as error:
-        raise UserError(f"the tokenizer in {folder} cannot be read: {error}") from error
+        raise UserError(
+            f"the tokenizer in {folder} cannot be read: {error!s:.200}; copy tokenizer.json and "
+            "tokenizer_config.json again"
+        ) from error
     return Tokenizer(backend, _stop_ids(folder, backend.eos_token_id), len(backend))
 
 
@@ -135,18 +141,13 @@ def _stop_ids(folder: pathlib.Path, eos: int | None) -> tuple[int, ...]:
     for name in ("config.json", "generation_config.json"):
         path = folder / name
         more = read_json(path).get("eos_token_id") if path.exists() else None
-        ids += more if isinstance(more, list) else [] if more is None else [more]
+        more = more if isinstance(more, list) else [] if more is None else [more]
+        if not all(type(token) is int and token >= 0 for token in more):
+            raise UserError(
+                f"{path} has eos_token_id {more!r:.80}: it must be a token's number, or a list "
+                "of them"
+            )
+        ids += more
     if not ids:
         raise UserError(f"{folder} names no eos_token_id: add one to its generation_config.json")
     return tuple(sorted(set(ids)))
-
-
-def read_json(path: pathlib.Path) -> dict[str, Any]:
-    """The object in a JSON file; UserError where it is none."""
-    try:
-        value = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        raise UserError(f"{path} cannot be read as JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise UserError(f"{path} must hold a JSON object")
-    return value

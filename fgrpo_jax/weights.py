@@ -6,10 +6,10 @@ shared too), and its memory above the model stays under two shards.
 """
 
 import dataclasses
-import json
 import math
 import os
 import pathlib
+import re
 import struct
 from collections.abc import Callable
 from typing import Any
@@ -20,8 +20,8 @@ import numpy as np
 from jax.sharding import Mesh
 
 from fgrpo_jax import UserError, sharding
+from fgrpo_jax.jsons import LIMIT, parse, read_json
 from fgrpo_jax.model import ModelConfig, Policy
-from fgrpo_jax.tokenizer import read_json
 from fgrpo_jax.validation import Config
 
 READ = 8 << 20  # bytes of whole rows read at a time
@@ -48,7 +48,8 @@ def resolve(path: str, key: str = "model.path") -> pathlib.Path:
 
 def model_config(folder: pathlib.Path) -> ModelConfig:
     """The model's shape, from the folder's config.json."""
-    return ModelConfig.from_hugging_face(read_json(folder / "config.json"))
+    path = folder / "config.json"
+    return ModelConfig.from_hugging_face(read_json(path), str(path))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,60 +57,117 @@ class Tensor:
     """Where a tensor lies in a file."""
 
     file: pathlib.Path
+    name: str
     offset: int  # bytes
     dtype: np.dtype
     shape: tuple[int, ...]
+
+    @property
+    def end(self) -> int:
+        return self.offset + math.prod(self.shape) * self.dtype.itemsize
 
 
 def read_index(folder: pathlib.Path) -> dict[str, Tensor]:
     """All tensors of a folder's safetensors files, from their headers alone.
 
-    Raises UserError for a missing, truncated or malformed file.
+    The files' names stay in the folder; what they link to may lie elsewhere, as in Hugging Face's
+    own cache. Raises UserError for a missing, truncated or malformed file.
     """
     index = folder / "model.safetensors.index.json"
+    weight_map: Any = {}
+    names = ["model.safetensors"]
     if index.exists():
-        names = sorted(set(read_json(index).get("weight_map", {}).values()))
-        if not names or any(pathlib.Path(str(name)).name != name for name in names):
-            raise UserError(f"{index} has no weight_map of files in its own folder")
-    else:
-        names = ["model.safetensors"]
+        weight_map = read_json(index).get("weight_map")
+        good = isinstance(weight_map, dict) and weight_map
+        if not good or not all(map(_names_a_file, weight_map.values())):
+            raise UserError(f"{index} has no weight_map of safetensors files in its own folder")
+        names = sorted(set(weight_map.values()))
     tensors: dict[str, Tensor] = {}
     for name in names:
-        tensors |= _read_header(folder / name)
+        found = _read_header(folder / name)
+        if twice := tensors.keys() & found.keys():
+            first = tensors[min(twice)].file
+            raise UserError(f"checkpoint files {first} and {name} both have tensor {min(twice)}")
+        tensors |= found
+    for name, file in weight_map.items():
+        if name not in tensors or tensors[name].file.name != file:
+            raise UserError(f"{index} says that {file} has tensor {name!r:.200}, and it has not")
     return tensors
+
+
+def _names_a_file(name: Any) -> bool:
+    return isinstance(name, str) and bool(
+        re.fullmatch(r"[A-Za-z0-9_.=+-]{1,200}\.safetensors", name)
+    )
 
 
 def _read_header(path: pathlib.Path) -> dict[str, Tensor]:
+    """A file's tensors; nothing of the size that a header names is made before it is known to be
+    the file's."""
     if not path.is_file():
         raise UserError(f"checkpoint file {path} is missing: copy the whole folder again")
     size = path.stat().st_size
-    with path.open("rb") as file:
-        prefix = file.read(8)
-        length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else size
-        if length > min(size - 8, 100 << 20):
-            raise UserError(f"checkpoint file {path} is truncated or no safetensors file")
-        try:
-            header = json.loads(file.read(length))
-            header.pop("__metadata__", None)
-            tensors = {}
-            for name, entry in header.items():
-                begin, end = entry["data_offsets"]
-                dtype, shape = DTYPES[entry["dtype"]], tuple(entry["shape"])
-                if end - begin != math.prod(shape) * dtype.itemsize or begin < 0:
-                    raise UserError(
-                        f"checkpoint file {path}: {name} has a wrong size in the header"
-                    )
-                if 8 + length + end > size:
-                    raise UserError(
-                        f"checkpoint file {path} is truncated: {name} ends at byte "
-                        f"{8 + length + end}, the file at {size}; copy it again"
-                    )
-                tensors[name] = Tensor(path, 8 + length + begin, dtype, shape)
-        except (ValueError, TypeError, AttributeError) as error:
-            raise UserError(f"checkpoint file {path} has a malformed header: {error}") from error
-        except KeyError as error:
-            raise UserError(f"checkpoint file {path}: {error} is not supported") from error
-    return tensors
+    try:
+        with path.open("rb") as file:
+            prefix = file.read(8)
+            length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else size
+            if length > size - 8:
+                raise UserError(f"checkpoint file {path} is truncated or no safetensors file")
+            if length > LIMIT:
+                raise ValueError(f"it has {length} bytes, and a model's has at most {LIMIT}")
+            header = parse(file.read(length), strict=True)
+        if not isinstance(header, dict):
+            raise ValueError("it is no object")
+        header.pop("__metadata__", None)
+        tensors = [_tensor(path, 8 + length, *item) for item in header.items()]
+        end = 8 + length
+        for tensor in sorted(tensors, key=lambda tensor: (tensor.offset, tensor.end)):
+            if tensor.offset != end:
+                raise ValueError(
+                    f"{tensor.name} begins at byte {tensor.offset}, and what is before it ends at "
+                    f"{end}"
+                )
+            end = tensor.end
+    except OSError as error:
+        raise UserError(f"checkpoint file {path} cannot be read: {error.strerror}") from error
+    except ValueError as error:
+        raise UserError(f"checkpoint file {path} has a malformed header: {error}") from error
+    if end > size:
+        raise UserError(
+            f"checkpoint file {path} is truncated: its tensors end at byte {end}, the file at "
+            f"{size}; copy it again"
+        )
+    if end < size:
+        raise UserError(
+            f"checkpoint file {path} has {size - end} bytes behind its last tensor: copy it again"
+        )
+    return {tensor.name: tensor for tensor in tensors}
+
+
+def _tensor(path: pathlib.Path, start: int, name: str, entry: Any) -> Tensor:
+    """A tensor as its entry in the header has it; ValueError."""
+    if len(name) > 200 or not name.isprintable():
+        raise ValueError(f"{name!r:.40} is no name of a tensor")
+    if not isinstance(entry, dict) or not {"dtype", "shape", "data_offsets"} <= entry.keys():
+        raise ValueError(f"{name} lacks its dtype, shape or data_offsets")
+    shape, offsets = entry["shape"], entry["data_offsets"]
+    if not (_sizes(shape) and _sizes(offsets) and len(offsets) == 2):
+        raise ValueError(f"{name} has a shape or data_offsets that are no lists of sizes")
+    dtype = DTYPES.get(str(entry["dtype"]))
+    if dtype is None:
+        raise ValueError(
+            f"{name} is of dtype {entry['dtype']!s:.20}, and must be one of {', '.join(DTYPES)}"
+        )
+    begin, end = offsets
+    if end - begin != math.prod(shape) * dtype.itemsize:
+        raise ValueError(f"{name} has a shape of another size than its data_offsets")
+    return Tensor(path, name, start + begin, dtype, tuple(shape))
+
+
+def _sizes(value: Any) -> bool:
+    """Whether it is a list of few whole numbers from 0, none of them absurd."""
+    good = isinstance(value, list) and len(value) <= 8
+    return good and all(type(size) is int and 0 <= size < 1 << 60 for size in value)
 
 
 def hf_names(name: str, layers: int) -> list[str]:
@@ -199,8 +257,16 @@ def _read_slice(
         for first in range(begin, end, step):
             last = min(first + step, end)
             data = os.pread(descriptor, (last - first) * row, tensor.offset + first * row)
+            if len(data) != (last - first) * row:
+                raise UserError(f"checkpoint file {tensor.file} has changed while it was read")
             block = np.frombuffer(data, tensor.dtype).reshape(last - first, *shape[1:])
-            out[first - begin : last - begin] = block[:, *rest]
+            part = out[first - begin : last - begin]
+            part[...] = block[:, *rest]
+            if not np.isfinite(part).all():  # a tenth of the reading; else told after a step
+                raise UserError(
+                    f"checkpoint file {tensor.file}: tensor {tensor.name} has a weight that is "
+                    "not finite: copy it again"
+                )
     finally:
         os.close(descriptor)
 

@@ -8,7 +8,7 @@ import pathlib
 import platform
 from typing import Any
 
-from fgrpo_jax import UserError, config
+from fgrpo_jax import UserError, config, jsons
 from fgrpo_jax.config import Config
 
 MAY_CHANGE = (  # what leaves the results as they are, but for float32 rounding
@@ -42,8 +42,8 @@ def check(c: Config, workdir: pathlib.Path) -> None:
     if not path.exists():
         return
     try:
-        theirs = dict(json.loads(path.read_text()))
-    except (ValueError, TypeError) as error:
+        theirs = jsons.read_json(path)
+    except UserError as error:
         raise UserError(f"{path} is no config of a run: give another --workdir") from error
     mine = json.loads(json.dumps(config.keys(c)))  # lists for tuples
     differ = [

@@ -208,6 +208,7 @@ def supervised(workdir, fault, process, count):
         elif re.match(r"run_with_restart: process \d+ ended", text):
             ended = time.time()  # of the last one
     supervisor.wait(timeout=300)
+    supervisor.stderr.close()
     assert supervisor.returncode == 0, "".join(said)
     begun = float(once.read_text())
     last = (workdir / "summary.json").stat().st_mtime
@@ -379,7 +380,8 @@ def test_a_thousand_steps_hold_no_more_than_two_hundred(tmp_path):
         except (OSError, TypeError):  # a process has ended meanwhile
             pass
         time.sleep(0.5)
-    assert process.returncode == 0, process.stderr.read() if process.stderr else ""
+    _, err = process.communicate()
+    assert process.returncode == 0, err
 
     def typical(begin, end):
         return [

@@ -126,3 +126,12 @@ def test_the_first_row_decides():
     rows = [{"problem": "p", "answer": "1"}, {"problem": "p", "solution": r"\boxed{2}"}]
     with pytest.raises(UserError, match="file f, row 2 lacks the field 'answer', which row 1 has"):
         list(fields.problems(rows, "file f", "stem"))
+
+
+def test_a_row_may_lack_what_is_not_needed():
+    rows = [
+        {"problem": "p", "answer": "1", "kind": "k", "worked": "w"},
+        {"problem": "q", "answer": 2},
+    ]
+    _, second = fields.problems(rows, "file f", "stem")
+    assert (second.text, second.answer, second.kind, second.worked) == ("q", "2", "stem", "")

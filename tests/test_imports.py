@@ -11,7 +11,7 @@ import fgrpo_jax
 
 PACKAGE = pathlib.Path(fgrpo_jax.__file__).parent
 ROWS = [
-    "structs sharding distributed numerics forms answers timing accelerators hlo batches",
+    "structs sharding distributed numerics forms answers timing accelerators hlo batches jsons",
     "validation fields arithmetic ragged packing sampling preemption products watchdog recompiles",
     "config cautions adapters attention advantages losses kl aggregators shaping pass_at_k "
     "tokenizer sources",

@@ -64,7 +64,7 @@ def test_gsm8k_keeps_its_solution(shared_folder):
         ('{"problem": "1", "answer": "1"}\n\n[1]\n', "line 3: not a JSON object"),
         ("nonsense\n", "line 1: not a JSON object"),
         ("[" * 100_000 + "\n", "line 1: not a JSON object"),
-        ('{"problem": "\xff"}', "cannot be read: 'utf-8' codec"),
+        ('{"problem": "\xff"}', "line 1: not a JSON object .'utf-8' codec"),
     ],
 )
 def test_bad_jsonl(tmp_path, content, message):
