@@ -1,4 +1,5 @@
-"""Asked to stop: SIGTERM, SIGINT or a notice of the platform's, found where the run can leave off.
+"""Asked to stop: SIGTERM, SIGINT or Google's notice that a machine will go, found where the run can
+leave off.
 
 A rollout outlasts the half minute that a spot machine is given, so it is looked for between decode
 chunks, and once more before the update, which is the longest wait: what was sampled is dropped,
@@ -10,11 +11,30 @@ import signal
 import socket
 import sys
 import threading
+import urllib.request
 from typing import Any
 
+import jax
 from jax.experimental import multihost_utils
 
 from fgrpo_jax import Preempted, distributed
+
+GOES = {"preempted": "TRUE", "maintenance-event": "TERMINATE_ON_HOST_MAINTENANCE"}
+LOOK = 5.0  # seconds between two looks at the metadata server
+
+
+def machine_goes() -> bool:
+    """Whether Google's metadata server says that this machine will be taken away or stopped for
+    maintenance. Raises OSError where there is no such server."""
+    server = os.environ.get("GCE_METADATA_HOST", "metadata.google.internal")
+    direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    for name, value in GOES.items():
+        url = f"http://{server}/computeMetadata/v1/instance/{name}"
+        request = urllib.request.Request(url, headers={"Metadata-Flavor": "Google"})
+        with direct.open(request, timeout=2) as answer:
+            if answer.read(100).decode().strip() == value:
+                return True
+    return False
 
 
 class Notice:
@@ -22,11 +42,13 @@ class Notice:
 
     Several hosts agree through JAX's own notifier, which takes SIGTERM there, and all of them
     learn of it at the same poll. A thread listens, since Python runs no handler while its main
-    thread waits for a device or a compiler.
+    thread waits for a device or a compiler; another one asks the metadata server, on TPUs and
+    where GCE_METADATA_HOST names one.
     """
 
     def __init__(self) -> None:
         self._asked = False
+        self._done = threading.Event()
         self._polls = 0
         self._before: dict[int, Any] = {}
 
@@ -42,15 +64,32 @@ class Notice:
             for number in numbers:
                 if number == signal.SIGINT and self._asked:
                     os._exit(128 + number)
-                if number in self._before and not self._asked:
-                    self._asked = True
-                    print(
-                        "asked to stop: the run leaves off when it next can, and saves; interrupt "
-                        "again to end at once",
-                        file=sys.stderr,
-                    )
-                    if distributed.hosts() > 1:
-                        os.kill(os.getpid(), signal.SIGTERM)
+                if number in self._before:
+                    self._ask("asked to stop")
+
+    def _look(self) -> None:
+        """A notice that was there before the run is nothing new: it was started all the same."""
+        before = True
+        while not self._done.wait(LOOK):
+            try:
+                goes = machine_goes()
+            except OSError:
+                return
+            if goes and not before:
+                self._ask("this machine will be stopped")
+            before = goes
+
+    def _ask(self, why: str) -> None:
+        if self._asked:
+            return
+        self._asked = True
+        print(
+            f"{why}: the run leaves off when it next can, and saves; interrupt again to end at "
+            "once",
+            file=sys.stderr,
+        )
+        if distributed.hosts() > 1:
+            os.kill(os.getpid(), signal.SIGTERM)
 
     def __enter__(self) -> "Notice":
         taken = [signal.SIGINT] if distributed.hosts() > 1 else [signal.SIGINT, signal.SIGTERM]
@@ -61,11 +100,14 @@ class Notice:
         self._wakeup = signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
         self._thread = threading.Thread(target=self._listen, daemon=True)
         self._thread.start()
+        if "GCE_METADATA_HOST" in os.environ or jax.default_backend() == "tpu":
+            threading.Thread(target=self._look, daemon=True).start()
         for number in self._before:
             signal.signal(number, lambda *_: None)
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._done.set()
         for number, handler in self._before.items():
             signal.signal(number, handler)
         signal.set_wakeup_fd(self._wakeup)
