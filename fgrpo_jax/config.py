@@ -132,7 +132,9 @@ def default() -> Config:
 
     c.checkpoint = _section()
     c.checkpoint.every = 50  # steps; the last step is always saved
-    c.checkpoint.keep = 2  # newest checkpoints that stay on disk
+    c.checkpoint.keep = 2  # newest checkpoints that stay
+    c.checkpoint.best = ""  # metric of evaluations, as pass@1: its best checkpoint stays too
+    c.checkpoint.folder = ""  # local, or gs://BUCKET/PATH; empty: WORKDIR/checkpoints
 
     c.eval = _section()
     c.eval.every = 50  # steps between evaluations; 0: only before and after

@@ -5,7 +5,6 @@ Streamed: no text is kept, and a problem that is done before an interruption is 
 
 import collections
 import json
-import os
 import pathlib
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -13,7 +12,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from fgrpo_jax import distributed
+from fgrpo_jax import distributed, storage
 from fgrpo_jax.answers import Score
 from fgrpo_jax.pass_at_k import pass_at_k, powers_up_to
 from fgrpo_jax.prompts import PromptSet
@@ -31,17 +30,16 @@ class Counts:
     def __init__(self, path: pathlib.Path, samples: int):
         self.path, self.samples = path, samples
         self.correct: dict[int, int] = {}  # by the problem's place in the set
-        for line in path.read_text().splitlines() if path.exists() else []:
+        with storage.at(path):
+            lines = path.read_text().splitlines() if path.exists() else []
+        for line in lines:
             try:
                 record = json.loads(line)
                 if record["samples"] == samples:
                     self.correct[record["problem"]] = record["correct"]
             except (ValueError, KeyError, TypeError):
                 break  # the line that a killed process was writing
-        path.parent.mkdir(parents=True, exist_ok=True)
-        partial = path.with_name(path.name + ".partial")
-        partial.write_text("".join(map(self._line, self.correct)))
-        os.replace(partial, path)
+        storage.write(path, "".join(map(self._line, self.correct)))
 
     def _line(self, problem: int) -> str:
         correct = self.correct[problem]
@@ -49,8 +47,7 @@ class Counts:
 
     def add(self, problem: int, correct: int) -> None:
         self.correct[problem] = correct
-        with self.path.open("a") as file:
-            file.write(self._line(problem))
+        storage.append(self.path, self._line(problem))
 
 
 def make_evaluate(

@@ -7,6 +7,7 @@ from ml_collections import ConfigDict
 
 from fgrpo_jax import UserError, batches, forms
 from fgrpo_jax.answers import EXTRACT
+from fgrpo_jax.pass_at_k import powers_up_to
 
 Config = Any  # a locked ConfigDict whose attributes are the keys of config.default()
 
@@ -124,6 +125,11 @@ def validate(c: Config) -> Config:
     _check_groups(c)
     _check_penalties(c)
     _check_batches(c)
+    measured = [f"pass@{k}" for k in powers_up_to(c.eval.samples)]
+    need(
+        c.checkpoint.best in ("", *measured),
+        f"checkpoint.best is {c.checkpoint.best!r}: evaluations measure {', '.join(measured)}",
+    )
     last = max((steps[-1] for steps in forms.steps(c.profile.steps)), default=0)
     need(last <= c.steps, f"profile.steps is {c.profile.steps!r} and the run has {c.steps} steps")
     return c

@@ -12,10 +12,11 @@ import time
 
 import pytest
 import qwen2_folder
+from etils import epath
 from conftest import CACHE
 
 import fgrpo_jax
-from fgrpo_jax import weights
+from fgrpo_jax import manifest, weights
 
 ROOT = pathlib.Path(fgrpo_jax.__file__).parents[1]
 TINY = weights.EMBEDDED / "tiny_arithmetic"
@@ -64,10 +65,7 @@ def metrics(workdir):
 
 
 def checkpoint_sums(workdir, step):
-    from orbax.checkpoint import v1 as ocp
-
-    path = (workdir / "checkpoints" / str(step)).absolute()
-    return ocp.load_checkpointables(path, {"meta": None})["meta"]["checksums"]
+    return manifest.read(epath.Path(workdir / "checkpoints" / str(step)))["checksums"]
 
 
 @pytest.fixture(scope="module")
