@@ -12,8 +12,8 @@ import time
 
 import pytest
 import qwen2_folder
-from etils import epath
 from conftest import CACHE
+from etils import epath
 
 import fgrpo_jax
 from fgrpo_jax import manifest, weights
