@@ -88,7 +88,7 @@ class Checkpoints:
 
         nothing = lambda: []
         look = listed if distributed.is_main() else nothing
-        names = distributed.from_main(_agreed(lambda: _patiently(self.folder, look, PAUSES)))
+        names = distributed.from_main(_agreed(lambda: _read(self.folder, look)))
         self._steps = sorted(int(name) for name in names if name.isdigit())
         bad = any(".bad" in name for name in names)
         for step in reversed(self._steps):
@@ -178,18 +178,21 @@ class Checkpoints:
                     )
                     partial.rename(path)
             except Exception:
-                with contextlib.suppress(Exception):
-                    self._sweep()
+                for _ in range(5 if distributed.is_main() else 0):
+                    with contextlib.suppress(Exception):
+                        self._sweep()
+                    time.sleep(0.1)  # orbax's threads may still be writing there
                 raise
 
         pauses = PAUSES if distributed.hosts() == 1 else ()  # the others are at orbax's barriers
         try:
             _patiently(path, write, pauses)
         except StorageError as error:
-            last = f"{self.folder / str(max(self._steps))}" if self._steps else "none yet"
+            last = "there is none before it"
+            if self._steps:
+                last = f"the last whole one is {self.folder / str(max(self._steps))}"
             raise StorageError(
-                f"{error}; the last whole checkpoint is {last}: make room or mend it, and the same "
-                "command goes on from there"
+                f"{error}; {last}: make room or mend it, and the same command goes on from there"
             ) from error
 
     def _names(self) -> list[str]:
@@ -257,7 +260,9 @@ def _read(path: epath.Path, action: Callable[[], T]) -> T:
     """The same, where all else that may be wrong is damage."""
     try:
         return _patiently(path, action, PAUSES)
-    except (StorageError, UserError, Damaged):
+    except StorageError as error:
+        raise StorageError(f"{error}; {storage.MENDED}") from error
+    except (UserError, Damaged):
         raise
     except Exception as error:
         if _out_of_memory(error):

@@ -19,6 +19,8 @@ _WORDS = [os.strerror(number) for number in _REFUSALS]
 _WORDS += "PERMISSION_DENIED UNAUTHENTICATED UNAVAILABLE DEADLINE_EXCEEDED".split()  # a bucket's
 _CLIENTS = "gcsfs google aiohttp requests".split()  # packages whose errors are a bucket's
 
+MENDED = "once that is mended, the same command goes on from the last checkpoint"
+
 
 def causes(error: BaseException) -> Iterator[BaseException]:
     """The error, and those that it was raised from or holds."""
@@ -58,9 +60,7 @@ def at(path: os.PathLike[str] | str) -> Iterator[None]:
         why = error.strerror if isinstance(error, OSError) else reason(error)
         if why is None:
             raise
-        raise StorageError(
-            f"{path}: {why}; once that is mended, the same command goes on from the last checkpoint"
-        ) from error
+        raise StorageError(f"{path}: {why}; {MENDED}") from error
 
 
 def write(path: pathlib.Path, content: str | bytes) -> None:

@@ -219,7 +219,7 @@ def test_old_ones_outlive_a_save_that_fails(tmp_path, monkeypatch, error):
         checkpoints.save(state(6), 6)
     said = str(raised.value)
     assert said.startswith(f"checkpoint {tmp_path}/c/6: ") and "\n" not in said
-    assert f"; the last whole checkpoint is {tmp_path}/c/3: make room or mend it" in said
+    assert f"; the last whole one is {tmp_path}/c/3: make room or mend it, and the same" in said
     assert names(tmp_path / "c") == ["3"] and checkpoints.newest == 3
     equal(restored(tmp_path / "c"), state(3))
 
