@@ -29,7 +29,8 @@ from fgrpo_jax.structs import TrainState
 
 PAUSES = (1.0, 4.0, 16.0)  # seconds between tries at a storage that refuses
 ANOTHER = "give another --workdir or checkpoint.folder"
-_PARTIAL = ".partial"  # a folder that is being written or removed; a bucket's has no manifest yet
+_PARTIAL = ".partial"  # a folder that is being written or removed
+_LAST = ("commit_success.txt", manifests.NAME)  # orbax's and ours: a bucket's, then, has neither
 
 T = TypeVar("T")
 
@@ -44,7 +45,8 @@ class Checkpoints:
             keep: newest checkpoints that stay.
             keys: of the run's config, which is to be the one that began the checkpoints.
         """
-        logging.getLogger("absl").setLevel(logging.CRITICAL)  # orbax tells in dozens of lines
+        for name in ("absl", "gcsfs"):  # which tell in dozens of lines
+            logging.getLogger(name).setLevel(logging.CRITICAL)
         self._bucket = folder.startswith("gs://")
         if "://" in folder and not self._bucket:
             raise UserError(
@@ -206,14 +208,17 @@ class Checkpoints:
         for name in self._names():
             path = self.folder / name
             if _PARTIAL in name or (
-                self._bucket and name.isdigit() and not (path / manifests.NAME).exists()
+                self._bucket
+                and name.isdigit()
+                and not any((path / last).exists() for last in _LAST)
             ):
                 path.rmtree()
 
     def _remove(self, step: int) -> None:
         path, partial = self.folder / str(step), self.folder / f"{step}{_PARTIAL}"
         if self._bucket:
-            (path / manifests.NAME).unlink()
+            for last in _LAST:
+                (path / last).unlink(missing_ok=True)
             path.rmtree()
         else:
             path.rename(partial)
