@@ -85,6 +85,7 @@ class Checkpoints:
         """
 
         def listed() -> list[str]:
+            self._probe()
             self._sweep()
             return self._names()
 
@@ -196,6 +197,16 @@ class Checkpoints:
             raise StorageError(
                 f"{error}; {last}: make room or mend it, and the same command goes on from there"
             ) from error
+
+    def _probe(self) -> None:
+        """Finds a place that takes no files before steps are lost to it."""
+        file = self.folder / f"probe{_PARTIAL}"
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            file.write_text("a checkpoint could be written here")
+            file.unlink()
+        except FileNotFoundError as error:  # as of a bucket that there is not
+            raise StorageError(f"checkpoint.folder {self.folder}: there is none") from error
 
     def _names(self) -> list[str]:
         try:

@@ -227,8 +227,16 @@ def test_old_ones_outlive_a_save_that_fails(tmp_path, monkeypatch, error):
 def test_a_folder_that_cannot_be_listed_is_no_new_beginning(tmp_path, monkeypatch):
     monkeypatch.setattr(checkpoint, "PAUSES", ())
     (tmp_path / "c").write_text("")
-    with pytest.raises(StorageError, match="c: Not a directory"):
+    with pytest.raises(StorageError, match="c: (Not a directory|File exists); once that is mended"):
         restored(tmp_path / "c")
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="this system has no /dev/full")
+def test_a_place_that_takes_no_files_is_found_at_the_start(tmp_path, monkeypatch):
+    monkeypatch.setattr(checkpoint, "PAUSES", ())
+    (tmp_path / "probe.partial").symlink_to("/dev/full")
+    with pytest.raises(StorageError, match=": No space left on device; once that is mended"):
+        restored(tmp_path)
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
