@@ -181,7 +181,8 @@ class Checkpoints:
                     )
                     partial.rename(path)
             except Exception:
-                for _ in range(5 if distributed.is_main() else 0):
+                local = distributed.is_main() and not self._bucket  # a bucket's waits for the start
+                for _ in range(5 if local else 0):
                     with contextlib.suppress(Exception):
                         self._sweep()
                     time.sleep(0.1)  # orbax's threads may still be writing there
