@@ -4,7 +4,7 @@ import json
 import pathlib
 from typing import Any
 
-from fgrpo_jax import UserError, config, storage
+from fgrpo_jax import UserError, config, distributed, storage
 from fgrpo_jax.config import Config
 
 MAY_CHANGE = (  # what leaves the results as they are, but for float32 rounding
@@ -46,4 +46,5 @@ def differences(theirs: dict[str, Any], mine: dict[str, Any]) -> str:
 
 def claim(c: Config, workdir: pathlib.Path) -> None:
     """Makes the workdir this run's: writes its config.json, whole or not at all."""
-    storage.write(workdir / "config.json", json.dumps(config.keys(c), indent=1) + "\n")
+    if distributed.is_main():
+        storage.write(workdir / "config.json", json.dumps(config.keys(c), indent=1) + "\n")
