@@ -18,3 +18,7 @@ class UserError(Exception):
 
 class Preempted(Exception):
     """The run was asked to stop; nothing but work that is made again is lost."""
+
+
+class StorageError(Exception):
+    """A disk or bucket that refuses: main prints it as one sentence and exits with code 74."""

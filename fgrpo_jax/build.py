@@ -15,6 +15,7 @@ from fgrpo_jax import (
     attention,
     batches,
     cautions,
+    checkpoint,
     config,
     distributed,
     export,
@@ -27,11 +28,12 @@ from fgrpo_jax import (
 )
 from fgrpo_jax import tokenizer as tokenizers
 from fgrpo_jax import workdir as workdirs
-from fgrpo_jax.checkpoint import Checkpoints, checksums
+from fgrpo_jax.checkpoint import Checkpoints
 from fgrpo_jax.config import Config
 from fgrpo_jax.estimators import make_advantage, shape_rewards
 from fgrpo_jax.evaluate import make_evaluate
 from fgrpo_jax.layout import SamplerSettings
+from fgrpo_jax.manifest import checksums
 from fgrpo_jax.metrics import Stopwatch
 from fgrpo_jax.model import DTYPES, Policy, backends_of, shares_columns
 from fgrpo_jax.optimizer import make_optimizer, make_schedule
@@ -117,7 +119,7 @@ def build(
 
     peak = peak_of(jax.devices()[0], dtype)  # under no mesh, so that each device may run its own
     stack.enter_context(jax.set_mesh(mesh))
-    checkpoints = stack.enter_context(Checkpoints(workdir / "checkpoints", c.checkpoint.keep))
+    checkpoints = checkpoint.of(c, workdir)
 
     stop = StopStrings(tokenizer, c.data.stop) if c.data.stop else None
     text_of = stop.text if stop else lambda tokens: tokenizer.decode(tokens.tolist())

@@ -1,102 +1,309 @@
-"""Orbax save and restore of the train state; the only file that knows orbax."""
+"""Orbax save and restore of the train state; the only file that knows orbax.
 
+A checkpoint is a folder named by its step, with a manifest of ours beside what orbax wrote: what
+run and state it is of, checksums, and the size of each file. Hosts read without waiting for each
+other and then agree on what came of it: orbax's own barriers hang where one host's part is damaged.
+"""
+
+import contextlib
+import importlib.util
 import logging
-import math
+import os
 import pathlib
 import sys
-from typing import Any
+import textwrap
+import time
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import jax
-import jax.numpy as jnp
+from etils import epath
 from orbax.checkpoint import v1 as ocp
 
-from fgrpo_jax import UserError, sharding
+from fgrpo_jax import StorageError, UserError, config, distributed, storage
+from fgrpo_jax import manifest as manifests
+from fgrpo_jax import workdir as workdirs
+from fgrpo_jax.config import Config
+from fgrpo_jax.manifest import Damaged, checksums
 from fgrpo_jax.structs import TrainState
+
+PAUSES = (1.0, 4.0, 16.0)  # seconds between tries at a storage that refuses
+ANOTHER = "give another --workdir or checkpoint.folder"
+_PARTIAL = ".partial"  # a folder that is being written or removed
+_LAST = ("commit_success.txt", manifests.NAME)  # orbax's and ours: a bucket's, then, has neither
+
+T = TypeVar("T")
 
 
 class Checkpoints:
-    """The checkpoints of a run, numbered by the rollout steps done; a context manager."""
+    """The checkpoints of a run, numbered by the rollout steps done."""
 
-    def __init__(self, folder: pathlib.Path, keep: int):
-        self.folder = folder
+    def __init__(self, folder: str, keep: int, keys: dict[str, Any] | None = None):
+        """
+        Args:
+            folder: a local one, or gs://BUCKET/PATH.
+            keep: newest checkpoints that stay.
+            keys: of the run's config, which is to be the one that began the checkpoints.
+        """
+        for name in ("absl", "gcsfs"):  # which tell in dozens of lines
+            logging.getLogger(name).setLevel(logging.CRITICAL)
+        self._bucket = folder.startswith("gs://")
+        if "://" in folder and not self._bucket:
+            raise UserError(
+                f"checkpoint.folder is {folder}: it must be a local folder, or gs://BUCKET/PATH"
+            )
+        if self._bucket and importlib.util.find_spec("gcsfs") is None:
+            raise UserError(f"checkpoint.folder is {folder}, which needs gcsfs: pip install gcsfs")
+        self.folder = epath.Path(folder if self._bucket else os.path.abspath(folder))
+        self.keep, self.keys = keep, keys or {}
         self.beside: dict[str, int] = {}  # checksums of what is trained beside, and is not saved
+        self.best = -1  # the step that stays, however old it is
         self.newest = -1  # the step of the last checkpoint that was saved or restored
-        logging.getLogger("absl").setLevel(
-            logging.ERROR
-        )  # orbax reports each save in a dozen lines
-        policies: Any = ocp.training.preservation_policies
-        self._store = ocp.training.Checkpointer(
-            str(folder.absolute()),
-            preservation_policy=policies.LatestN(keep),
-            cleanup_tmp_directories=True,
-        )
+        self._steps: list[int] = []  # that are there
 
     def save(self, state: TrainState, step: int) -> None:
-        """Returns when the checkpoint is whole on disk, at once if it is the newest there."""
-        if step == self.newest:
-            return
-        meta = {"checksums": checksums(state), "beside": self.beside}
-        content = {"state": state, "meta": meta}
-        self._store.save_checkpointables(step, content, force=True, overwrite=True)
-        self.newest = step
+        """Returns when the checkpoint is whole on disk, at once if it is the newest there; only
+        then do older ones go. Raises StorageError."""
+        if step != self.newest:
+            self._write(state, step)
+            self._steps.append(step)
+            self.newest = step
+        stay = {*sorted(self._steps)[-self.keep :], self.best}
+        for old in set(self._steps) - stay:
+            self._steps.remove(old)
+            if distributed.is_main():
+                with storage.at(self.folder / str(old)):
+                    self._remove(old)
 
     def restore(self, abstract: TrainState) -> TrainState | None:
         """The newest whole checkpoint in the layout of `abstract` (shapes with shardings), or None
-        where there is none. Damaged ones are named on stderr and passed over; UserError where
-        there are only those."""
-        self._store.reload()
-        steps = sorted((checkpoint.step for checkpoint in self._store.checkpoints), reverse=True)
-        for step in steps:
+        where there never was one. Damaged ones are named on stderr and set aside as STEP.bad.
+
+        Raises:
+            UserError: there are only damaged ones; or the newest is of another run.
+            StorageError: what there is cannot be read now.
+        """
+
+        def listed() -> list[str]:
+            self._probe()
+            self._sweep()
+            return self._names()
+
+        nothing = lambda: []
+        look = listed if distributed.is_main() else nothing
+        names = distributed.from_main(_agreed(lambda: _read(self.folder, look)))
+        self._steps = sorted(int(name) for name in names if name.isdigit())
+        bad = any(".bad" in name for name in names)
+        for step in reversed(self._steps):
             try:
                 state = self._load(step, abstract)
+            except Damaged as damage:
+                bad = True
+                self._set_aside(step, damage)
+            else:
                 self.newest = step
                 return state
-            except UserError:
-                raise
-            except Exception as error:
-                folder = self.folder / str(step)
-                print(f"checkpoint {folder} is damaged and passed over: {error}", file=sys.stderr)
-        if steps:
-            raise UserError(f"no checkpoint in {self.folder} can be read: give another --workdir")
+        if bad:
+            raise UserError(
+                f"{self.folder} holds only damaged checkpoints (*.bad): put a whole one back, "
+                f"remove them to begin anew, or {ANOTHER}"
+            )
         return None
 
     def _load(self, step: int, abstract: TrainState) -> TrainState:
-        content = self._store.load_checkpointables(step, {"state": abstract, "meta": None})
-        if content["meta"].get("beside", {}) != self.beside:
-            raise UserError(
-                f"{self.folder / str(step)} holds adapters of other weights than model.path has "
-                "now: give the model that the run began with, or another --workdir"
-            )
-        saved, found = content["meta"]["checksums"], checksums(content["state"])
-        wrong = [name for name in saved.keys() | found.keys() if saved.get(name) != found.get(name)]
+        path = self.folder / str(step)
+
+        def state() -> TrainState:
+            me = distributed.host()
+            alone = ocp.options.MultiprocessingOptions(primary_host=me, active_processes={me})
+            with ocp.Context(multiprocessing_options=alone):
+                return ocp.load_checkpointables(str(path), {"state": abstract})["state"]
+
+        def checked() -> dict[str, Any]:
+            manifest = _read(path, lambda: manifests.read(path))
+            self._check(path, manifest, manifests.leaves(abstract))
+            if distributed.is_main():
+                _read(path, lambda: manifests.check_files(path, manifest["files"]))
+            return manifest
+
+        saved = _agreed(checked)["checksums"]
+        out = _agreed(lambda: _read(path, state))
+        found = checksums(out)
+        wrong = [name for name in found if saved.get(name) != found[name]]
         if wrong:
-            raise ValueError(f"{min(wrong)} has another checksum than when it was saved")
-        return content["state"]
+            raise Damaged(f"{wrong[0]} has another checksum than when it was saved")
+        return out
 
-    def __enter__(self) -> "Checkpoints":
-        return self
+    def _check(self, path: epath.Path, manifest: dict[str, Any], leaves: dict[str, str]) -> None:
+        """UserError where a checkpoint is whole, and another run's."""
+        differ = workdirs.differences(manifest["keys"], self.keys)
+        if differ:
+            raise UserError(
+                f"{path} is of a run of another config; it differs in {differ}: {ANOTHER}"
+            )
+        if manifest["beside"] != self.beside:
+            raise UserError(
+                f"{path} holds adapters of other weights than model.path has now: give the model "
+                f"that the run began with, or another --workdir or checkpoint.folder"
+            )
+        for name in [*leaves, *manifest["leaves"]]:
+            there, here = (of.get(name, "none") for of in (manifest["leaves"], leaves))
+            if there != here:
+                raise UserError(
+                    f"{path} is of another model: {name} is {there} there and {here} here; give "
+                    f"the model that the run began with, or another --workdir or checkpoint.folder"
+                )
 
-    def __exit__(self, *_: object) -> None:
-        self._store.close()
+    def _write(self, state: TrainState, step: int) -> None:
+        path = self.folder / str(step)
+        partial = path if self._bucket else self.folder / f"{step}{_PARTIAL}"
+        manifest = {
+            "keys": self.keys,
+            "leaves": manifests.leaves(state),
+            "checksums": checksums(state),
+            "beside": self.beside,
+            "files": {},
+        }
+
+        def write() -> None:
+            try:
+                if distributed.is_main():
+                    self.folder.mkdir(parents=True, exist_ok=True)
+                ocp.save_checkpointables(str(partial), {"state": state}, overwrite=True)
+                if not distributed.is_main():
+                    return
+                if self._bucket:  # whose files are whole or absent
+                    (partial / manifests.NAME).write_text(manifests.sealed(manifest))
+                else:
+                    manifest["files"] = manifests.files(partial)
+                    storage.write(
+                        pathlib.Path(partial / manifests.NAME), manifests.sealed(manifest)
+                    )
+                    partial.rename(path)
+            except Exception:
+                local = distributed.is_main() and not self._bucket  # a bucket's waits for the start
+                for _ in range(5 if local else 0):
+                    with contextlib.suppress(Exception):
+                        self._sweep()
+                    time.sleep(0.1)  # orbax's threads may still be writing there
+                raise
+
+        pauses = PAUSES if distributed.hosts() == 1 else ()  # the others are at orbax's barriers
+        try:
+            _patiently(path, write, pauses)
+        except StorageError as error:
+            last = "there is none before it"
+            if self._steps:
+                last = f"the last whole one is {self.folder / str(max(self._steps))}"
+            raise StorageError(
+                f"{error}; {last}: make room or mend it, and the same command goes on from there"
+            ) from error
+
+    def _probe(self) -> None:
+        """Finds a place that takes no files before steps are lost to it."""
+        file = self.folder / f"probe{_PARTIAL}"
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            file.write_text("a checkpoint could be written here")
+            file.unlink()
+        except FileNotFoundError as error:  # as of a bucket that there is not
+            raise StorageError(f"checkpoint.folder {self.folder}: there is none") from error
+
+    def _names(self) -> list[str]:
+        try:
+            return [path.name for path in self.folder.iterdir()]
+        except FileNotFoundError:
+            return []
+
+    def _sweep(self) -> None:
+        """Removes what a save that did not end has left."""
+        for name in self._names():
+            path = self.folder / name
+            if _PARTIAL in name or (
+                self._bucket
+                and name.isdigit()
+                and not any((path / last).exists() for last in _LAST)
+            ):
+                path.rmtree()
+
+    def _remove(self, step: int) -> None:
+        path, partial = self.folder / str(step), self.folder / f"{step}{_PARTIAL}"
+        if self._bucket:
+            for last in _LAST:
+                (path / last).unlink(missing_ok=True)
+            path.rmtree()
+        else:
+            path.rename(partial)
+            partial.rmtree()
+
+    def _set_aside(self, step: int, damage: Damaged) -> None:
+        self._steps.remove(step)
+        if not distributed.is_main():
+            return
+        path, names, number = self.folder / str(step), self._names(), 1
+        while (name := f"{step}.bad" + (f"-{number}" if number > 1 else "")) in names:
+            number += 1
+        with storage.at(path):
+            path.rename(self.folder / name)
+        print(f"checkpoint {path} is damaged and set aside as {name}: {damage}", file=sys.stderr)
 
 
-def checksums(tree: Any) -> dict[str, int]:
-    """Of each leaf, the sum of its elements' bits, each times an odd number of its place's own,
-    modulo 2 ** 32: computed where the leaf lies, the same in every layout, changed by any one
-    flipped bit."""
-    leaves = jax.tree_util.tree_leaves_with_path(tree)
-    sums = jax.device_get(_sums([leaf for _, leaf in leaves]))
-    return {sharding.path_name(p): int(s) for (p, _), s in zip(leaves, sums, strict=True)}
+def of(c: Config, workdir: pathlib.Path) -> Checkpoints:
+    """Those of a run. They may be copied to another folder, for a run of another workdir."""
+    keys = {key: value for key, value in config.keys(c).items() if key != "checkpoint.folder"}
+    folder = c.checkpoint.folder or str(workdir / "checkpoints")
+    return Checkpoints(folder, c.checkpoint.keep, keys)
 
 
-@jax.jit
-def _sums(leaves: list[jax.Array]) -> list[jax.Array]:
-    def one(x: jax.Array) -> jax.Array:
-        bits = jax.lax.bitcast_convert_type(x, jnp.dtype(f"uint{8 * x.dtype.itemsize}"))
-        place = jnp.zeros(x.shape, jnp.uint32)
-        for axis in range(x.ndim):
-            stride = jnp.uint32(math.prod(x.shape[axis + 1 :]) % 2**32)
-            place += jax.lax.broadcasted_iota(jnp.uint32, x.shape, axis) * stride
-        return (bits.astype(jnp.uint32) * (2 * place + 1)).sum(dtype=jnp.uint32)
+def _patiently(path: epath.Path, action: Callable[[], T], pauses: tuple[float, ...]) -> T:
+    """What the action returns, tried again after each pause while the storage refuses; then
+    StorageError."""
+    for pause in (*pauses, None):
+        try:
+            return action()
+        except (StorageError, UserError, Damaged):
+            raise
+        except Exception as error:
+            why = None if _out_of_memory(error) else storage.reason(error)
+            if why is None:
+                raise
+            if pause is None:
+                raise StorageError(f"checkpoint {path}: {why}") from error
+            time.sleep(pause)
+    raise AssertionError
 
-    return [one(leaf) for leaf in leaves]
+
+def _read(path: epath.Path, action: Callable[[], T]) -> T:
+    """The same, where all else that may be wrong is damage."""
+    try:
+        return _patiently(path, action, PAUSES)
+    except StorageError as error:
+        raise StorageError(f"{error}; {storage.MENDED}") from error
+    except (UserError, Damaged):
+        raise
+    except Exception as error:
+        if _out_of_memory(error):
+            raise
+        *_, deepest = storage.causes(error)
+        raise Damaged(textwrap.shorten(storage.first_line(deepest), 200)) from error
+
+
+def _out_of_memory(error: Exception) -> bool:
+    kinds = (MemoryError, jax.errors.JaxRuntimeError)
+    return any(isinstance(one, kinds) for one in storage.causes(error))
+
+
+def _agreed(action: Callable[[], T]) -> T:
+    """What the action returns on this host, if it does on all; else each raises the same, the
+    gravest of what any of them has met."""
+    result, problem = None, None
+    kinds = (Damaged, StorageError, UserError)  # in the order of their weight
+    try:
+        result = action()
+    except kinds as error:
+        problem = error
+    hosts, weight = distributed.hosts(), 0 if problem is None else 1 + kinds.index(type(problem))
+    worst, host = divmod(int(distributed.largest(weight * hosts + distributed.host())), hosts)
+    if worst:
+        raise kinds[worst - 1](distributed.from_host(str(problem), host)) from problem
+    return result  # pyright: ignore[reportReturnType]

@@ -60,8 +60,8 @@ def default() -> Config:
     c.algo.clip_low = config_dict.placeholder(float)  # ratio kept above 1 - low; None: published
     c.algo.clip_high = config_dict.placeholder(float)  # ratio kept below 1 + high; None: published
     c.algo.dual_clip = config_dict.placeholder(float)  # loss bound c |A| at A < 0; 0: none
-    c.algo.aggregator = config_dict.placeholder(str)  # as validation.AGGREGATORS; None: published
-    c.algo.advantage = "grpo"  # as validation.ADVANTAGES
+    c.algo.aggregator = config_dict.placeholder(str)  # as choices.AGGREGATORS; None: published
+    c.algo.advantage = "grpo"  # as choices.ADVANTAGES
     c.algo.std_eps = 1e-6  # added to standard deviations; verl 1e-6, TRL 1e-4
     c.algo.pass_k = 4  # k of pkpo
     c.algo.smooth_right = 0.05  # of ds_grpo, times -log-probability, where right
@@ -132,7 +132,9 @@ def default() -> Config:
 
     c.checkpoint = _section()
     c.checkpoint.every = 50  # steps; the last step is always saved
-    c.checkpoint.keep = 2  # newest checkpoints that stay on disk
+    c.checkpoint.keep = 2  # newest checkpoints that stay
+    c.checkpoint.best = ""  # metric of evaluations, as pass@1: its best checkpoint stays too
+    c.checkpoint.folder = ""  # local, or gs://BUCKET/PATH; empty: WORKDIR/checkpoints
 
     c.guard = _section()  # against numbers that go bad; the batch goes to WORKDIR/bad_batch
     c.guard.on_not_finite = "end"  # loss or gradient NaN or infinite: skip the update; end too

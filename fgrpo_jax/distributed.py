@@ -136,19 +136,27 @@ def totals(values: Any) -> np.ndarray:
     return multihost_utils.process_allgather(values).sum(axis=0)
 
 
-def from_main(values: Any) -> np.ndarray:
-    """The numbers that the main host gives."""
-    values = np.asarray(values)
-    if jax.process_count() == 1:
-        return values
-    return np.asarray(multihost_utils.broadcast_one_to_all(values))
-
-
 def largest(value: Any) -> np.ndarray:
     """The largest of the numbers, or of each in the arrays, that hosts have one of each."""
     if jax.process_count() == 1:
         return np.asarray(value)
     return np.asarray(multihost_utils.process_allgather(np.asarray(value))).max(axis=0)
+
+
+def from_host(value: Any, host: int) -> Any:
+    """What one host has of a value that JSON can hold, on all of them."""
+    if jax.process_count() == 1:
+        return value
+    text = np.frombuffer(json.dumps(value).encode(), np.uint8)
+    is_source = jax.process_index() == host
+    size = multihost_utils.broadcast_one_to_all(np.int32(len(text)), is_source)
+    text = text if is_source else np.zeros(int(size), np.uint8)
+    return json.loads(multihost_utils.broadcast_one_to_all(text, is_source).tobytes())
+
+
+def from_main(value: Any) -> Any:
+    """The same, of the main process."""
+    return from_host(value, 0)
 
 
 def on_all_rows(function: Callable[..., Any], *rows: np.ndarray) -> Any:

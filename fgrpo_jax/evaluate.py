@@ -5,7 +5,6 @@ Streamed: no text is kept, and a problem that is done before an interruption is 
 
 import collections
 import json
-import os
 import pathlib
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -13,7 +12,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from fgrpo_jax import distributed, jsons
+from fgrpo_jax import distributed, jsons, storage
 from fgrpo_jax.answers import Score
 from fgrpo_jax.pass_at_k import pass_at_k, powers_up_to
 from fgrpo_jax.prompts import PromptSet
@@ -40,10 +39,7 @@ class Counts:
                     self.correct[problem] = correct
             except (ValueError, KeyError, TypeError):
                 break  # a killed process was writing here: what follows is sampled again
-        path.parent.mkdir(parents=True, exist_ok=True)
-        partial = path.with_name(path.name + ".partial")
-        partial.write_text("".join(map(self._line, self.correct)))
-        os.replace(partial, path)
+        storage.write(path, "".join(map(self._line, self.correct)))
 
     def _line(self, problem: int) -> str:
         correct = self.correct[problem]
@@ -51,8 +47,7 @@ class Counts:
 
     def add(self, problem: int, correct: int) -> None:
         self.correct[problem] = correct
-        with self.path.open("a") as file:
-            file.write(self._line(problem))
+        storage.append(self.path, self._line(problem))
 
 
 def make_evaluate(

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from fgrpo_jax import distributed, sharding
+from fgrpo_jax import distributed, sharding, storage
 from fgrpo_jax.adapters import Lora
 from fgrpo_jax.tokenizer import read_json
 from fgrpo_jax.weights import hf_names, hf_shape
@@ -23,21 +23,25 @@ BESIDE = ("*token*", "generation_config.json", "chat_template*", "vocab*", "merg
 @contextlib.contextmanager
 def _whole(folder: pathlib.Path) -> Iterator[pathlib.Path]:
     """An empty folder beside it that takes its place at the end."""
-    partial = folder.with_name(folder.name + ".partial")
-    if distributed.is_main():
+    if not distributed.is_main():
+        yield folder
+        return
+    partial, old = (folder.with_name(folder.name + end) for end in (".partial", ".old"))
+    with storage.at(folder):
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
-    yield partial
-    if not distributed.is_main():
-        return
-    if folder.exists():
-        old = folder.with_name(folder.name + ".old")
-        shutil.rmtree(old, ignore_errors=True)
-        folder.rename(old)
-        partial.rename(folder)
-        shutil.rmtree(old)
-    else:
-        partial.rename(folder)
+        try:
+            yield partial
+        except Exception:
+            shutil.rmtree(partial, ignore_errors=True)  # its room may be what is lacking
+            raise
+        if folder.exists():
+            shutil.rmtree(old, ignore_errors=True)
+            folder.rename(old)
+            partial.rename(folder)
+            shutil.rmtree(old)
+        else:
+            partial.rename(folder)
 
 
 def _leaves(params: Any) -> dict[str, jax.Array]:

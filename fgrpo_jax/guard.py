@@ -31,7 +31,7 @@ class Guard:
         """
         Args:
             folder: of the batches that are kept.
-            records: of the steps so far, where this host has them.
+            records: of the steps so far.
             tell: takes a warning.
         """
         self.c, self.folder, self.tell = c, folder, tell
@@ -44,7 +44,6 @@ class Guard:
         self._in_a_row = np.zeros(2, int)  # steps with skipped updates, and without a mixed group
         for step in bad:
             self._count(step)
-        self._in_a_row = distributed.from_main(self._in_a_row)
 
     def _count(self, bad: list[bool]) -> None:
         self._in_a_row = np.where(bad, self._in_a_row + 1, 0)

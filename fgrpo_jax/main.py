@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 
 from rich.console import Console
 
-from fgrpo_jax import Preempted, UserError, config
+from fgrpo_jax import Preempted, StorageError, UserError, config
 from fgrpo_jax import workdir as workdirs
 from fgrpo_jax.config import Config
 
@@ -20,7 +20,7 @@ Job = Callable[[Config, pathlib.Path, Console], object]
 
 def run(job: Job, description: str, argv: Sequence[str]) -> int:
     """Reads the flags, runs the job, returns the exit code: 0 done, 2 a mistake of the user's,
-    75 asked to stop, and saved."""
+    74 a disk or bucket refused, 75 asked to stop, and saved."""
     parser = argparse.ArgumentParser(description=description, allow_abbrev=False)
     parser.add_argument("--config", required=True, help="Python file with get_config()")
     parser.add_argument(
@@ -42,6 +42,9 @@ def run(job: Job, description: str, argv: Sequence[str]) -> int:
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    except StorageError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 74  # EX_IOERR of sysexits.h
     except Preempted as error:
         print(error, file=sys.stderr)
         return 75  # EX_TEMPFAIL of sysexits.h

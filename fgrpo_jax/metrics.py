@@ -3,7 +3,6 @@
 import contextlib
 import json
 import math
-import os
 import pathlib
 import resource
 import time
@@ -16,7 +15,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.progress import TimeRemainingColumn as TimeLeft
 
-from fgrpo_jax import UserError, distributed, jsons
+from fgrpo_jax import UserError, distributed, jsons, storage
 from fgrpo_jax.answers import VERDICTS
 from fgrpo_jax.structs import Rollouts
 
@@ -50,27 +49,33 @@ def rollout_metrics(rollouts: Rollouts) -> dict[str, float]:
 class Journal:
     """A JSON Lines file of records that each have a "step"; appended to, and cut on resume.
 
-    The main process writes; the others only remember.
+    The main process reads and writes; the others are told what there was, and remember.
     """
 
     def __init__(self, path: pathlib.Path, step: int):
         """Keeps the records up to `step`: those after it will be written again. The last line may
         be what a killed process was writing; UserError where another one is no record."""
         self.path = path
-        self.records = [record for record in _records(path) if record["step"] <= step]
-        if not distributed.is_main():
-            return
-        partial = path.with_name(path.name + ".partial")
-        partial.write_text("".join(json.dumps(record) + "\n" for record in self.records))
-        os.replace(partial, path)
+        self.records: list[dict[str, Any]] = []
+        if distributed.is_main():
+            self.records = [record for record in _records(path) if record["step"] <= step]
+            storage.write(path, "".join(json.dumps(record) + "\n" for record in self.records))
+        self.records = distributed.from_main(self.records)
 
     def write(self, record: dict[str, Any]) -> None:
         record = {name: _plain(value) for name, value in record.items()}
         self.records.append(record)
-        if not distributed.is_main():
-            return
-        with self.path.open("a") as file:
-            file.write(json.dumps(record) + "\n")
+        if distributed.is_main():
+            storage.append(self.path, json.dumps(record) + "\n")
+
+
+def best(records: list[dict[str, Any]], metric: str) -> dict[str, Any]:
+    """Step and value of the evaluation that is best by a metric, the first of equals; without
+    metric or records, no step's."""
+    if not metric or not records:
+        return {"step": -1}
+    record = max(records, key=lambda record: record[metric])
+    return {"step": record["step"], metric: record[metric]}
 
 
 def _plain(value: Any) -> Any:

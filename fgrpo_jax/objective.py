@@ -7,8 +7,9 @@ from jax.lax import stop_gradient
 from jaxtyping import Array
 
 from fgrpo_jax import aggregators, kl, losses
+from fgrpo_jax.choices import ALGORITHMS
 from fgrpo_jax.structs import LearnerBatch
-from fgrpo_jax.validation import ALGORITHMS, Config
+from fgrpo_jax.validation import Config
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """The end of a run: its table and its picture."""
 
-import pathlib
+import io
 from typing import Any
 
 from rich.table import Table
@@ -21,12 +21,11 @@ def table(before: dict[str, Any], after: dict[str, Any], samples: int) -> Table:
 
 
 def draw(
-    path: pathlib.Path,
     title: str,
     steps: list[dict[str, Any]],
     evaluations: list[dict[str, Any]],
     samples: int,
-) -> None:
+) -> bytes:
     """A PNG: reward by step; pass@k by k, before and after; pass@1 by kind of problem."""
     import matplotlib
 
@@ -84,5 +83,7 @@ def draw(
         xlabel="pass@1", xlim=(0, 1), ylabel="digits of each term", title="by kind of problem"
     )
     right.legend(loc="lower right", fontsize=8)
-    figure.savefig(path, dpi=120)
+    png = io.BytesIO()
+    figure.savefig(png, dpi=120)
     plt.close(figure)
+    return png.getvalue()

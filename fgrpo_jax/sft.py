@@ -13,10 +13,9 @@ import jax
 import numpy as np
 from rich.console import Console
 
-from fgrpo_jax import UserError, export, metrics, prompts, sharding, validation, weights
+from fgrpo_jax import UserError, checkpoint, export, metrics, prompts, sharding, validation, weights
 from fgrpo_jax import tokenizer as tokenizers
 from fgrpo_jax import workdir as workdirs
-from fgrpo_jax.checkpoint import Checkpoints
 from fgrpo_jax.config import Config
 from fgrpo_jax.model import DTYPES, Policy
 from fgrpo_jax.objective import Objective
@@ -142,9 +141,9 @@ def train(c: Config, workdir: pathlib.Path, console: Console) -> None:
     update = make_update(policy, optimizer, schedule, settings, abstract)
     with (
         jax.set_mesh(mesh),
-        Checkpoints(workdir / "checkpoints", c.checkpoint.keep) as checkpoints,
         metrics.Bar(c.sft.steps, 0, console) as bar,
     ):
+        checkpoints = checkpoint.of(c, workdir)
         state = checkpoints.restore(abstract)
         if state is None:
             params = jax.jit(policy.init)(jax.random.key(c.seed))

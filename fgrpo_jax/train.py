@@ -18,6 +18,7 @@ from fgrpo_jax import (
     forms,
     metrics,
     report,
+    storage,
     throughput,
 )
 from fgrpo_jax.advantages import focal_weight
@@ -46,6 +47,7 @@ def train(c: Config, workdir: pathlib.Path, console: Console) -> dict[str, Any]:
         first_step, draws, gamma = int(state.step), int(state.draws), c.algo.focal_gamma
         log = metrics.Journal(workdir / "metrics.jsonl", first_step)
         evals = metrics.Journal(workdir / "evals.jsonl", first_step)
+        parts.checkpoints.best = metrics.best(evals.records, c.checkpoint.best)["step"]
         guard = Guard(c, workdir / "bad_batch", log.records, console.print)
         recompiles = Recompiles(c.guard.on_recompile == "end", console.print)
         clock.go_on(log.records)
@@ -71,6 +73,10 @@ def train(c: Config, workdir: pathlib.Path, console: Console) -> dict[str, Any]:
                     params = parts.decode_params(state.params)
                     result = parts.evaluate(params, eval_key, step, look)
                 evals.write({"step": step, **result})
+            parts.checkpoints.best = metrics.best(evals.records, c.checkpoint.best)["step"]
+            if parts.checkpoints.best == step:
+                with watch("checkpoint"):
+                    parts.checkpoints.save(state, step)
 
         profile = make_profile(forms.steps(c.profile.steps), workdir / "profile", watch)
         watch.lap()  # what building took is no step's
@@ -128,10 +134,13 @@ def train(c: Config, workdir: pathlib.Path, console: Console) -> dict[str, Any]:
         "peak_flops_source": parts.throughput.peak.source,
         **clock.read(),
     }
+    if c.checkpoint.best:
+        summary["best"] = metrics.best(evals.records, c.checkpoint.best)
     if distributed.is_main():
-        (workdir / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
+        storage.write(workdir / "summary.json", json.dumps(summary, indent=1) + "\n")
         title = f"{c.algo.name}, gamma {c.algo.focal_gamma:g}, N {c.algo.group_size}"
-        report.draw(workdir / "report.png", title, log.records, evals.records, c.eval.samples)
+        png = report.draw(title, log.records, evals.records, c.eval.samples)
+        storage.write(workdir / "report.png", png)
         console.print(report.table(summary["before"], summary["after"], c.eval.samples))
         console.print(
             f"{summary['wall_s']:.0f} s, {summary['cpu_s']:.0f} CPU-s; picture: "

@@ -8,16 +8,17 @@ import pathlib
 import platform
 from typing import Any
 
-from fgrpo_jax import UserError, config, jsons
+from fgrpo_jax import UserError, config, distributed, jsons, storage
 from fgrpo_jax.config import Config
 
 MAY_CHANGE = (  # what leaves the results as they are, but for float32 rounding
-    "steps checkpoint.every checkpoint.keep eval.every rollout.attempts score.workers "
-    "score.timeout model.remat model.attention rollout.slots rollout.cache_gib rollout.waiting "
-    "rollout.prefill rollout.chunk rollout.unroll rollout.max_drift "
+    "steps checkpoint.every checkpoint.keep checkpoint.best eval.every rollout.attempts "
+    "score.workers score.timeout model.remat model.attention rollout.slots rollout.cache_gib "
+    "rollout.waiting rollout.prefill rollout.chunk rollout.unroll rollout.max_drift "
     "learn.microbatch learn.pack learn.widths learn.logit_chunk mesh.replica mesh.fsdp mesh.tp "
-    "mesh.sequence kl.offload lora.export profile.steps watchdog.lag watchdog.stall"
-).split()
+    "mesh.sequence kl.offload lora.export profile.steps watchdog.lag watchdog.stall "
+    "guard.on_not_finite guard.on_spike guard.on_recompile guard.skips guard.constant guard.keep"
+).split()  # not checkpoint.folder: in another, empty one a run would silently begin anew
 
 PACKAGES = "jax jaxlib flax optax orbax-checkpoint".split()
 
@@ -39,31 +40,31 @@ def identity(c: Config) -> dict[str, Any]:
 def check(c: Config, workdir: pathlib.Path) -> None:
     """UserError naming the keys in which the workdir's run differs from this one, if any."""
     path = workdir / "config.json"
-    if not path.exists():
-        return
     try:
+        if not path.exists():
+            return
         theirs = jsons.read_json(path)
     except UserError as error:
         raise UserError(f"{path} is no config of a run: give another --workdir") from error
-    mine = json.loads(json.dumps(config.keys(c)))  # lists for tuples
-    differ = [
+    differ = differences(theirs, config.keys(c))
+    if differ:
+        raise UserError(
+            f"workdir {workdir} holds a run of another config; it differs in {differ}: give "
+            "another --workdir"
+        )
+
+
+def differences(theirs: dict[str, Any], mine: dict[str, Any]) -> str:
+    """The keys in which two configs are of different runs, with the values of both."""
+    mine = json.loads(json.dumps(mine))  # lists for tuples
+    return ", ".join(
         f"{key} (there {theirs.get(key)!r}, here {mine.get(key)!r})"
         for key in sorted(mine.keys() | theirs.keys())
         if mine.get(key) != theirs.get(key) and key not in MAY_CHANGE
-    ]
-    if differ:
-        raise UserError(
-            f"workdir {workdir} holds a run of another config; it differs in "
-            f"{', '.join(differ)}: give another --workdir"
-        )
+    )
 
 
 def claim(c: Config, workdir: pathlib.Path) -> None:
     """Makes the workdir this run's: writes its config.json, whole or not at all."""
-    partial = workdir / "config.json.partial"
-    try:
-        workdir.mkdir(parents=True, exist_ok=True)
-        partial.write_text(json.dumps(config.keys(c), indent=1) + "\n")
-        os.replace(partial, workdir / "config.json")
-    except OSError as error:
-        raise UserError(f"workdir {workdir} cannot be written: {error.strerror}") from error
+    if distributed.is_main():
+        storage.write(workdir / "config.json", json.dumps(config.keys(c), indent=1) + "\n")

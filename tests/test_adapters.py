@@ -11,7 +11,7 @@ from conftest import tiny_config
 from safetensors.numpy import load_file
 from test_update import SCHEDULE, rows, same, settings
 
-from fgrpo_jax import UserError, adapters, config, export, sharding, validation, weights
+from fgrpo_jax import UserError, adapters, choices, config, export, sharding, weights
 from fgrpo_jax.adapters import EQUATIONS, Lora, equations
 from fgrpo_jax.model import Policy
 from fgrpo_jax.rollouts import put_batch
@@ -71,7 +71,7 @@ def test_beside_the_weights_is_as_merged_into_them(params, targets):
 
 
 def test_equations_are_the_layers_own():
-    assert list(EQUATIONS) == validation.TARGETS
+    assert list(EQUATIONS) == choices.TARGETS
     assert equations("q_proj") == ("BTD,RD->BTR", "BTR,QHR->BTQH", "LQHR,LRD->LQHD")
     assert equations("down_proj") == ("BTF,RF->BTR", "BTR,DR->BTD", "LDR,LRF->LDF")
 

@@ -10,7 +10,7 @@ import pytest
 from ahead_of_time import needs_libtpu, reports
 from jax.experimental.pallas import tpu as pltpu
 
-from fgrpo_jax import UserError, attention, ragged, sharding, validation
+from fgrpo_jax import UserError, attention, choices, ragged, sharding
 from fgrpo_jax.attention import ATTENTION, causal_attention, decode_attention, resolve
 
 MESHES = [(1, 2, 4), (2, 2, 2)]  # replica, fsdp, tp
@@ -416,7 +416,7 @@ def test_an_attention_that_cannot_run_says_why(value, platform, dtype, head_size
 
 
 def test_the_config_offers_these_attentions():
-    assert list(ATTENTION) == validation.CHOICES["model.attention"]
+    assert list(ATTENTION) == choices.CHOICES["model.attention"]
 
 
 def test_an_unknown_attention_is_named():

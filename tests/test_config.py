@@ -108,6 +108,10 @@ def test_published_bounds(tmp_path, name, bounds):
         ("profile.steps=two", "profile.steps is 'two': write steps"),
         ("profile.steps=1,,2", "profile.steps is '1,,2': write steps"),
         ("profile.steps=199-201", "profile.steps is '199-201' and the run has 200 steps"),
+        (
+            "checkpoint.best=pass@32",
+            "checkpoint.best is 'pass@32': evaluations measure pass@1, pass",
+        ),
         ("mesh.fsdp=0", "mesh.fsdp must be above 0, or -1"),
     ],
 )

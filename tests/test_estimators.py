@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from fgrpo_jax import advantages, config, shaping, validation
+from fgrpo_jax import advantages, choices, config, shaping
 from fgrpo_jax.estimators import make_advantage, mean_logp, shape_rewards
 from fgrpo_jax.structs import Problem, Prompts, Rollouts
 
@@ -106,7 +106,7 @@ EXPECTED = {
 }
 
 
-@pytest.mark.parametrize("name", validation.ADVANTAGES)
+@pytest.mark.parametrize("name", choices.ADVANTAGES)
 def test_advantages_by_name(name):
     c = settings(
         algo_advantage=name, algo_std_eps=1e-3, algo_pass_k=3, algo_smooth_right=0.2,

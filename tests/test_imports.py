@@ -11,11 +11,11 @@ import fgrpo_jax
 
 PACKAGE = pathlib.Path(fgrpo_jax.__file__).parent
 ROWS = [
-    "structs sharding distributed numerics forms answers timing accelerators hlo batches jsons",
+    "structs sharding storage distributed numerics forms answers timing accelerators hlo batches "
+    "pass_at_k jsons choices",
     "validation fields arithmetic ragged packing sampling preemption products watchdog recompiles",
-    "config cautions adapters attention advantages losses kl aggregators shaping pass_at_k "
-    "tokenizer sources",
-    "workdir layers optimizer prompts metrics guard objective estimators selection judge",
+    "config cautions adapters attention advantages losses kl aggregators shaping tokenizer sources",
+    "workdir manifest layers optimizer prompts metrics guard objective estimators selection judge",
     "model checkpoint rewards rlvr_dataset profiling flops",
     "weights logprobs layout roofline",
     "slots export throughput",

@@ -13,9 +13,10 @@ import time
 import pytest
 import qwen2_folder
 from conftest import CACHE
+from etils import epath
 
 import fgrpo_jax
-from fgrpo_jax import weights
+from fgrpo_jax import manifest, weights
 
 ROOT = pathlib.Path(fgrpo_jax.__file__).parents[1]
 TINY = weights.EMBEDDED / "tiny_arithmetic"
@@ -64,10 +65,7 @@ def metrics(workdir):
 
 
 def checkpoint_sums(workdir, step):
-    from orbax.checkpoint import v1 as ocp
-
-    path = (workdir / "checkpoints" / str(step)).absolute()
-    return ocp.load_checkpointables(path, {"meta": None})["meta"]["checksums"]
+    return manifest.read(epath.Path(workdir / "checkpoints" / str(step)))["checksums"]
 
 
 @pytest.fixture(scope="module")
@@ -207,6 +205,96 @@ def test_the_readme_s_run(tmp_path):
     by_kind = summary["before"]["by_kind"].values()
     assert max(by_kind) > 0.8 and min(by_kind) < 0.1
     assert sum(f.stat().st_size for f in TINY.iterdir()) < 4e6
+
+
+def damaged(folder):
+    """Its largest file is cut in two."""
+    file = max((p for p in folder.rglob("*") if p.is_file()), key=lambda p: p.stat().st_size)
+    os.truncate(file, file.stat().st_size // 2)
+
+
+def test_a_damaged_checkpoint_costs_the_steps_since_the_one_before(whole, tmp_path):
+    workdir = pathlib.Path(shutil.copytree(whole[0], tmp_path / "run"))
+    damaged(workdir / "checkpoints/6")
+    out = run(workdir)
+    assert out.returncode == 0 and len(out.stderr.splitlines()) == 1
+    assert "checkpoints/6 is damaged and set aside as 6.bad: state/" in out.stderr
+    assert metrics(workdir) == metrics(whole[0])
+    assert checkpoint_sums(workdir, 6) == checkpoint_sums(whole[0], 6)
+    for step in (3, 6):
+        damaged(workdir / f"checkpoints/{step}")
+    for lines in (3, 1):  # at the next start nothing but *.bad is there, and nothing begins anew
+        out = run(workdir)
+        assert out.returncode == 2 and "holds only damaged checkpoints" in out.stderr
+        assert len(out.stderr.splitlines()) == lines
+        assert len(metrics(workdir)) == 6
+
+
+def test_the_best_checkpoint_stays(tmp_path):
+    """Through a kill, by what evals.jsonl has."""
+    settings = "eval.every=1 checkpoint.every=2 checkpoint.keep=1 optim.lr=0.05".split()
+    workdir, kept = tmp_path / "run", tmp_path / "elsewhere"
+    settings += ["checkpoint.best=pass@1", f"checkpoint.folder={kept}"]
+    for steps in (3, 6):
+        assert run(workdir, *settings, f"steps={steps}").returncode == 0
+        evals = [json.loads(line) for line in (workdir / "evals.jsonl").read_text().splitlines()]
+        best = max(evals, key=lambda record: (record["pass@1"], -record["step"]))
+        assert {int(path.name) for path in kept.iterdir()} == {best["step"], steps}
+        summary = json.loads((workdir / "summary.json").read_text())
+        assert summary["best"] == {name: best[name] for name in ("step", "pass@1")}
+    assert not (workdir / "checkpoints").exists()
+
+
+LIMITED = """
+import resource, sys
+from fgrpo_jax import checkpoint, main
+checkpoint.PAUSES = (0.1,)
+resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[1]), resource.RLIM_INFINITY))
+sys.exit(main.run(main._train, "", sys.argv[2:]))
+"""
+
+
+def run_limited(size, workdir, *settings):
+    """Of files that can have so many bytes, as on a disk that is full."""
+    flags = command(workdir, *settings)[3:]
+    line = [sys.executable, "-c", LIMITED, str(size), *flags]
+    return subprocess.run(line, cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True)
+
+
+def refused(out, name):
+    """One sentence that names the file, and the exit code of I/O errors."""
+    assert out.returncode == 74, out.stderr
+    assert len(out.stderr.splitlines()) == 1 and out.stderr.startswith("error: ")
+    assert f"{name}: " in out.stderr and "the same command goes on" in out.stderr
+
+
+@pytest.mark.parametrize(
+    "size, name, settings",
+    [
+        (100, "config.json", []),
+        (5000, "metrics.jsonl", ["checkpoint.every=100"]),
+        (300_000, "checkpoints/3", []),
+    ],
+)
+def test_a_full_disk(whole, tmp_path, size, name, settings):
+    workdir = tmp_path / "run"
+    refused(run_limited(size, workdir, *settings), name)
+    assert not list(workdir.rglob("*partial*"))
+    out = run(workdir)
+    assert out.returncode == 0, out.stderr
+    assert metrics(workdir) == metrics(whole[0])
+    assert checkpoint_sums(workdir, 6) == checkpoint_sums(whole[0], 6)
+
+
+def test_a_disk_that_is_full_at_the_end(whole, tmp_path):
+    workdir = pathlib.Path(shutil.copytree(whole[0], tmp_path / "run"))
+    before = {p: p.read_bytes() for p in (workdir / "policy").iterdir()}
+    refused(run_limited(300_000, workdir), "policy")
+    assert {p: p.read_bytes() for p in (workdir / "policy").iterdir()} == before
+    (workdir / "report.png").unlink()
+    (workdir / "report.png").mkdir()
+    refused(run(workdir), "report.png")
+    assert not list(workdir.rglob("*partial*"))
 
 
 def copy_of_tiny(tmp_path):

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from fgrpo_jax import aggregators, config, kl, losses, validation
+from fgrpo_jax import aggregators, choices, config, kl, losses
 from fgrpo_jax.objective import Objective, aggregate, clipped, make_objective, token_loss
 from fgrpo_jax.structs import LearnerBatch
 
@@ -128,7 +128,7 @@ def test_lambda_weighs_rows_and_learns():
     assert slope != 0
 
 
-@pytest.mark.parametrize("name", validation.AGGREGATORS)
+@pytest.mark.parametrize("name", choices.AGGREGATORS)
 def test_aggregators_by_name(name):
     _, _, _, rows = case()
     o = Objective("reinforce", aggregator=name, constant_length=10)

@@ -25,10 +25,10 @@ def test_table():
 
 
 @pytest.mark.parametrize("steps", [0, 1, 9])
-def test_picture(tmp_path, steps):
+def test_picture(steps):
     records = [{"step": i + 1, "reward": 0.1 * i} for i in range(steps)]
-    report.draw(tmp_path / "r.png", "title", records, [BEFORE, AFTER], 4)
-    assert (tmp_path / "r.png").read_bytes().startswith(b"\x89PNG")
+    png = report.draw("title", records, [BEFORE, AFTER], 4)
+    assert png.startswith(b"\x89PNG")
 
 
 def test_journal_writes_plain_json(tmp_path):

@@ -6,7 +6,7 @@ import numpy as np
 import optax
 import pytest
 
-from fgrpo_jax import aggregators, losses, sharding, validation
+from fgrpo_jax import aggregators, choices, losses, sharding
 from fgrpo_jax.logprobs import response_logprobs
 from fgrpo_jax.objective import Objective
 from fgrpo_jax.rollouts import put_batch
@@ -24,7 +24,7 @@ SCHEDULE = optax.constant_schedule(1e-3)
 
 
 def settings(epochs=1, surrogate="ppo_clip", **changes):
-    bounds = validation.ALGORITHMS[{"ppo_clip": "grpo"}.get(surrogate, surrogate)]
+    bounds = choices.ALGORITHMS[{"ppo_clip": "grpo"}.get(surrogate, surrogate)]
     fields = dict(zip(("clip_low", "clip_high", "dual_clip"), bounds[1:4], strict=True))
     objective = Objective(surrogate, **(fields | changes))
     return UpdateSettings(objective, temperature=0.8, epochs=epochs, logit_chunk=512)

@@ -2,7 +2,7 @@ import json
 
 import pytest
 
-from fgrpo_jax import UserError, config, workdir
+from fgrpo_jax import StorageError, UserError, config, workdir
 
 
 @pytest.fixture
@@ -47,5 +47,5 @@ def test_a_broken_config_is_told(tmp_path, c, content):
 
 def test_a_place_that_cannot_be_written(tmp_path, c):
     (tmp_path / "file").write_text("")
-    with pytest.raises(UserError, match="cannot be written"):
+    with pytest.raises(StorageError, match="file/run/config.json: Not a directory; once that"):
         workdir.claim(c, tmp_path / "file" / "run")
