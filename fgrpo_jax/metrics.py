@@ -49,22 +49,26 @@ def rollout_metrics(rollouts: Rollouts) -> dict[str, float]:
 class Journal:
     """A JSON Lines file of records that each have a "step"; appended to, and cut on resume.
 
-    The main process reads and writes; the others are told what there was, and remember.
+    The main process reads and writes; the others are told what there was.
     """
 
-    def __init__(self, path: pathlib.Path, step: int):
+    def __init__(self, path: pathlib.Path, step: int, remember: bool = True):
         """Keeps the records up to `step`: those after it will be written again. The last line may
-        be what a killed process was writing; UserError where another one is no record."""
-        self.path = path
+        be what a killed process was writing; UserError where another one is no record.
+
+        remember: whether `records` grows with what is written.
+        """
+        self.path, self.remember = path, remember
         self.records: list[dict[str, Any]] = []
         if distributed.is_main():
-            self.records = [record for record in _records(path) if record["step"] <= step]
+            self.records = [record for record in read_records(path) if record["step"] <= step]
             storage.write(path, "".join(json.dumps(record) + "\n" for record in self.records))
         self.records = distributed.from_main(self.records)
 
     def write(self, record: dict[str, Any]) -> None:
         record = {name: _plain(value) for name, value in record.items()}
-        self.records.append(record)
+        if self.remember:
+            self.records.append(record)
         if distributed.is_main():
             storage.append(self.path, json.dumps(record) + "\n")
 
@@ -84,7 +88,8 @@ def _plain(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _records(path: pathlib.Path) -> list[dict[str, Any]]:
+def read_records(path: pathlib.Path) -> list[dict[str, Any]]:
+    """Those of a journal that no process writes to."""
     records = []
     lines = jsons.read_lines(path)
     for number, line in enumerate(lines, 1):

@@ -45,7 +45,7 @@ def train(c: Config, workdir: pathlib.Path, console: Console) -> dict[str, Any]:
         eval_key, root_key, adapter_key = keys
         parts, state = build(c, workdir, console, stack, watch, adapter_key)
         first_step, draws, gamma = int(state.step), int(state.draws), c.algo.focal_gamma
-        log = metrics.Journal(workdir / "metrics.jsonl", first_step)
+        log = metrics.Journal(workdir / "metrics.jsonl", first_step, remember=False)
         evals = metrics.Journal(workdir / "evals.jsonl", first_step)
         parts.checkpoints.best = metrics.best(evals.records, c.checkpoint.best)["step"]
         guard = Guard(c, workdir / "bad_batch", log.records, console.print)
@@ -139,7 +139,8 @@ def train(c: Config, workdir: pathlib.Path, console: Console) -> dict[str, Any]:
     if distributed.is_main():
         storage.write(workdir / "summary.json", json.dumps(summary, indent=1) + "\n")
         title = f"{c.algo.name}, gamma {c.algo.focal_gamma:g}, N {c.algo.group_size}"
-        png = report.draw(title, log.records, evals.records, c.eval.samples)
+        steps = metrics.read_records(log.path)
+        png = report.draw(title, steps, evals.records, c.eval.samples)
         storage.write(workdir / "report.png", png)
         console.print(report.table(summary["before"], summary["after"], c.eval.samples))
         console.print(

@@ -19,7 +19,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
-from fgrpo_jax import Preempted, UserError, distributed
+from fgrpo_jax import Preempted, StorageError, UserError, distributed
 
 BEAT = 2.0  # seconds between notes
 SILENT = 30.0  # without a new note, after which a process is gone
@@ -196,7 +196,9 @@ class Watchdog:
         together = error is None or isinstance(error, Preempted)
         if several and not together:
             text = " ".join(str(error).split())[:500]
-            named = "" if isinstance(error, UserError) else f"{type(error).__name__}: "
+            named = (
+                "" if isinstance(error, UserError | StorageError) else f"{type(error).__name__}: "
+            )
             self._error, self._note.failed = error, named + text
             self._others_ended.wait(GRACE + 4 * BEAT)
             for other in self._failed:

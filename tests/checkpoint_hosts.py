@@ -22,7 +22,7 @@ manifest.SMALL = 0  # as if every file were large
 def state(seed):
     weight = np.random.default_rng(seed).standard_normal((2000, 8)).astype(np.float32)
     one = np.int32(seed)
-    tree = TrainState({"embed_tokens": {"weight": weight}}, {}, one, one, np.float32(seed))
+    tree = TrainState({"embed_tokens": {"weight": weight}}, {}, one, one, one, one)
     shardings = sharding.state_shardings(sharding.make_mesh(1, 2, 1), tree)
     put = lambda x, s: jax.make_array_from_callback(x.shape, s, lambda index: x[index])
     return jax.tree.map(put, tree, shardings)

@@ -26,6 +26,7 @@ def state(seed=0, mesh=(1, 8, 1)):
         jnp.int32(seed),
         jnp.int32(seed),
         jnp.float32(seed),
+        jnp.float32(seed),
     )
     return jax.device_put(tree, sharding.state_shardings(mesh, tree))
 

@@ -197,6 +197,7 @@ def supervised(workdir, fault, process, count):
     supervisor = subprocess.Popen(
         ["bash", SCRIPT, "--processes", str(count), "--", *line],
         cwd=ROOT, env=ENVIRONMENT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
+        start_new_session=True,  # a stopped member of ours would have all of us hung up
     )  # fmt: skip
     ended = again = None
     said = []
