@@ -18,7 +18,7 @@ import pytest
 from conftest import FAULTS
 from test_main import ENVIRONMENT, ROOT, checkpoint_sums, command, metrics
 
-SETTINGS = "steps=8 checkpoint.every=2 eval.every=3 rollout.max_response=8 rollout.chunk=4".split()
+SETTINGS = "steps=8 checkpoint.every=2 eval.every=3 rollout.max_response=20".split()
 SCRIPT = ROOT / "tpu_scripts/run_with_restart.sh"
 
 
@@ -53,7 +53,51 @@ def whole(tmp_path_factory):
             stdout=subprocess.DEVNULL,
         )  # fmt: skip
         seconds.append(time.monotonic() - begun)
+    assert sum(record["grad_norm"] > 0 for record in metrics(workdir)) >= 6  # it learns
     return workdir, seconds[1]
+
+
+def sources(folder):
+    """Two files of problems, six and five, so that each ends within a run of four a step."""
+    for name, first, count in (("a", 35, 6), ("b", 477, 5)):
+        rows = [
+            {"problem": f"{n}+{n + 8}", "answer": str(2 * n + 8)}
+            for n in range(first, first + count)
+        ]
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return f"data.source=0.6*jsonl:{folder / 'a.jsonl'}+0.4*jsonl:{folder / 'b.jsonl'}"
+
+
+def test_all_that_a_run_learns_and_counts_is_resumed(tmp_path):
+    """Several sources within and past an epoch, schedule, minibatches and epochs, a trained weight
+    of the loss, the typical norm, the best checkpoint: three processes end where one does."""
+    settings = [
+        *SETTINGS, sources(tmp_path), "algo.aggregator=lambda_grpo", "learn.epochs=2",
+        "checkpoint.best=pass@1", "checkpoint.keep=1", "eval.every=1", "guard.spike=1000",
+        "optim.decay_start=3", "optim.decay_end=9", "checkpoint.every=3",
+    ]  # fmt: skip
+    for name, ends in (("one", [6]), ("three", [1, 4, 6])):
+        for end in ends:
+            subprocess.run(
+                command(tmp_path / name, *settings, f"steps={end}"), cwd=ROOT, env=ENVIRONMENT,
+                check=True, stdout=subprocess.DEVNULL,
+            )  # fmt: skip
+    same_run(tmp_path / "three", tmp_path / "one", 6)
+    records = metrics(tmp_path / "one")
+    assert len({record["lambda"] for record in records}) >= 3
+    assert records[5]["lr"] < records[3]["lr"] < records[2]["lr"]
+    best = [
+        json.loads((tmp_path / n / "summary.json").read_text())["best"] for n in ("one", "three")
+    ]
+    assert (
+        best[0]
+        == best[1]
+        == max(
+            ({"step": e["step"], "pass@1": e["pass@1"]} for e in evaluations(tmp_path / "one")),
+            key=lambda e: (e["pass@1"], -e["step"]),
+        )
+    )
+    assert {best[0]["step"], 6} == {*committed(tmp_path / "one"), *committed(tmp_path / "three")}
 
 
 def in_save(workdir):
