@@ -234,7 +234,8 @@ def whole_gang(tmp_path_factory):
 
 
 def supervised(workdir, fault, process, count):
-    """A fault after step 3 under the supervisor; seconds to detect it and to go on."""
+    """A fault after step 3 under the supervisor: what was said, and the seconds until the last of
+    the others had ended, until all started again, and from there to the run's end."""
     once = workdir.with_name("once")
     line = command(workdir, *GANG)
     line = [line[0], str(ROOT / "tests/faulty.py"), fault, str(process), "3", once, *line[3:]]
@@ -250,8 +251,8 @@ def supervised(workdir, fault, process, count):
         said.append(text)
         if "starting again" in text:
             again = time.time()
-        elif re.match(r"run_with_restart: process \d+ ended", text):
-            ended = time.time()  # of the last one
+        elif number := re.match(r"run_with_restart: process (\d+) ended", text):
+            ended = time.time() if int(number[1]) != process or ended is None else ended
     supervisor.wait(timeout=300)
     supervisor.stderr.close()
     assert supervisor.returncode == 0, "".join(said)
