@@ -63,6 +63,7 @@ class Parts:
     evaluate: Callable[..., dict[str, Any]]
     throughput: Throughput
     checkpoints: Checkpoints
+    asked: Callable[[], int]  # how many answers workers have judged
     export: Callable[[pathlib.Path, Any], None]
 
 
@@ -233,5 +234,6 @@ def build(
             frozen=policy.lora is not None,
         ),
         checkpoints=checkpoints,
+        asked=lambda: scorer.asked,
         export=export_policy,
     ), state  # fmt: skip

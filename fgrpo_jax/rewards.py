@@ -134,6 +134,7 @@ class Scorer:
         self._known: dict[tuple[str, str], Score] = {}
         self._lock = threading.Lock()
         self._told = False
+        self.asked = 0  # questions that workers have answered, a sign of life
 
     def start(
         self, problems: Sequence[Any], responses: Sequence[str], finished: Iterable[Any]
@@ -200,6 +201,7 @@ class Scorer:
         try:
             return worker.ask(task | {"timeout": self.timeout})
         finally:
+            self.asked += 1
             self._idle.put(worker)
 
     def _tell(self, error: str) -> None:

@@ -44,6 +44,7 @@ def train(c: Config, workdir: pathlib.Path, console: Console) -> dict[str, Any]:
         keys = jax.random.split(jax.random.key(c.seed, impl="threefry2x32"), 3)
         eval_key, root_key, adapter_key = keys
         parts, state = build(c, workdir, console, stack, watch, adapter_key)
+        dog.signs = parts.asked
         first_step, draws, gamma = int(state.step), int(state.draws), c.algo.focal_gamma
         log = metrics.Journal(workdir / "metrics.jsonl", first_step, remember=False)
         evals = metrics.Journal(workdir / "evals.jsonl", first_step)

@@ -25,6 +25,7 @@ BEAT = 2.0  # seconds between notes
 SILENT = 30.0  # without a new note, after which a process is gone
 # Once one has failed, often since another is gone, that other one is looked for.
 SILENT_AFTER_FAILURE = 6.0
+DISKS = ("checkpoint", "profile")  # stages whose time is that of one process's disk
 GRACE = 8.0  # for a process to end by itself after another has failed
 
 
@@ -37,6 +38,7 @@ class Note:
     points: int = 0  # passed so far, at which all processes come by equally often
     stage: str = "start"
     known: bool = False  # whether a step of its own had this stage, so that it is compiled
+    signs: int = 0  # of life within a stage
     failed: str = ""
     left: bool = False  # it is done
 
@@ -63,7 +65,7 @@ class Peers:
     def __init__(self, me: int, count: int, lag: float, stall: float):
         self.me, self.count, self.lag, self.stall = me, count, lag, stall
         self._beats: dict[int, tuple[int, float]] = {}  # last beat and when it came
-        self._behind: dict[int, tuple[int, float]] = {}  # points, and since when others have more
+        self._behind: dict[int, tuple[int, int, float]] = {}  # points, signs, and since when
         self._furthest = (-1, 0.0)  # points of the first, and when it came there
         self._failed_at = 0.0
 
@@ -91,9 +93,9 @@ class Peers:
         if furthest != self._furthest[0]:
             self._furthest = furthest, now
         for p, note in going.items():
-            points, since = self._behind.get(p, (-1, now))
-            if note.points == furthest or note.points != points:
-                self._behind[p] = note.points, now
+            points, signs, since = self._behind.get(p, (-1, -1, now))
+            if note.points == furthest or (note.points, note.signs) != (points, signs):
+                self._behind[p] = note.points, note.signs, now
             elif self.lag and now - since > (self.lag if note.known else self.stall or 1e9):
                 return Verdict(
                     p,
@@ -127,13 +129,15 @@ class Watchdog:
         self._known: set[str] = set()
         self._error: BaseException | None = None
         self._failed: list[Verdict] = []  # of the others
+        self.signs: Callable[[], int] = lambda: 0  # grows while a process is slow, and not stuck
         self._done = threading.Event()
         self._others_ended = threading.Event()
 
     def point(self, stage: str) -> None:
         """All processes must come by equally often. What follows is called `stage`."""
         self._passed.add(stage)
-        self._note.stage, self._note.known = stage, stage in self._known
+        self._note.stage = stage
+        self._note.known = stage in self._known and stage not in DISKS
         self._note.points += 1
 
     def step_done(self) -> None:
@@ -142,6 +146,7 @@ class Watchdog:
 
     def _exchange(self) -> dict[int, Note]:
         self._note.beat += 1
+        self._note.signs = self.signs()
         mine = json.dumps(dataclasses.asdict(self._note))
         board = distributed.exchange("watchdog", mine)
         return {p: Note(**json.loads(text)) for p, text in board.items()}

@@ -78,6 +78,17 @@ def test_one_that_is_slow_and_comes_after_is_left_alone():
         gang.run(BEAT, still=[0, 2])
 
 
+def test_one_that_still_judges_answers_is_left_alone():
+    gang = Gang()
+    gang.run(100)
+    gang.change(1, stage="scoring")
+    gang.run(BEAT, still=[1])
+    for sign in range(20):
+        gang.change(1, signs=sign)
+        assert not gang.run(LAG - 4 * BEAT, still=[0, 1, 2])[0]
+    assert "process 1 on host1 is stuck" in gang.run(100, still=[0, 1, 2])[0]
+
+
 def test_a_failure_is_told_to_the_others_in_its_own_words():
     gang = Gang()
     gang.run(100)
@@ -139,9 +150,11 @@ def test_a_stage_is_known_once_a_step_had_it():
     dog = Watchdog(LAG, STALL)
     seen = []
     for _ in range(2):
-        for stage in ("rollout", "update"):
+        for stage in ("rollout", "checkpoint"):
             dog.point(stage)
             seen.append((dog._note.stage, dog._note.known))
         dog.step_done()
-    assert seen == [("rollout", False), ("update", False), ("rollout", True), ("update", True)]
+    assert seen == [
+        ("rollout", False), ("checkpoint", False), ("rollout", True), ("checkpoint", False),
+    ]  # fmt: skip
     assert dog._note.points == 4
