@@ -147,7 +147,7 @@ def default() -> Config:
     c.guard.keep = 10  # bad batches that are kept, the first ones
 
     c.watchdog = _section()  # of the processes of a run, which go on together
-    c.watchdog.lag = 40.0  # seconds that one may be behind the others before the run ends; 0: any
+    c.watchdog.lag = 30.0  # seconds that one may be behind the others before the run ends; 0: any
     c.watchdog.stall = 3600.0  # seconds without anything new from any before it ends; 0: any
 
     c.eval = _section()

@@ -17,8 +17,9 @@ from jax.experimental import multihost_utils
 
 from fgrpo_jax import UserError
 
-# Seconds after which JAX ends the survivors of a process that died, and those that wait at the end.
-TIMEOUT = 40
+# Seconds after which JAX ends the survivors of a process that died, and those that wait at the end;
+# watchdog.py has said before which one it was.
+TIMEOUT = 60
 AGREE_MS = 120_000  # for all to say how they were started
 
 

@@ -22,7 +22,7 @@ from typing import NamedTuple
 from fgrpo_jax import Preempted, StorageError, UserError, distributed
 
 BEAT = 2.0  # seconds between notes
-SILENT = 30.0  # without a new note, after which a process is gone
+SILENT = 25.0  # without a new note, after which a process is gone
 # Once one has failed, often since another is gone, that other one is looked for.
 SILENT_AFTER_FAILURE = 6.0
 DISKS = ("checkpoint", "profile")  # stages whose time is that of one process's disk
