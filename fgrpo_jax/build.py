@@ -63,7 +63,7 @@ class Parts:
     evaluate: Callable[..., dict[str, Any]]
     throughput: Throughput
     checkpoints: Checkpoints
-    asked: Callable[[], int]  # how many answers workers have judged
+    answered: Callable[[], int]  # questions to reward workers, so far
     export: Callable[[pathlib.Path, Any], None]
 
 
@@ -120,6 +120,7 @@ def build(
 
     peak = peak_of(jax.devices()[0], dtype)  # under no mesh, so that each device may run its own
     stack.enter_context(jax.set_mesh(mesh))
+    stack.enter_context(workdirs.locked(workdir))
     checkpoints = checkpoint.of(c, workdir)
 
     stop = StopStrings(tokenizer, c.data.stop) if c.data.stop else None
@@ -234,6 +235,6 @@ def build(
             frozen=policy.lora is not None,
         ),
         checkpoints=checkpoints,
-        asked=lambda: scorer.asked,
+        answered=lambda: scorer.answered,
         export=export_policy,
     ), state  # fmt: skip

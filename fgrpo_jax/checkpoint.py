@@ -10,6 +10,7 @@ import importlib.util
 import logging
 import os
 import pathlib
+import re
 import sys
 import textwrap
 import time
@@ -29,8 +30,8 @@ from fgrpo_jax.structs import TrainState
 
 PAUSES = (1.0, 4.0, 16.0)  # seconds between tries at a storage that refuses
 ANOTHER = "give another --workdir or checkpoint.folder"
-_PARTIAL = ".partial"  # a folder that is being written or removed
-_LAST = ("commit_success.txt", manifests.NAME)  # orbax's and ours: a bucket's, then, has neither
+_PARTIAL = ".partial"  # a folder that is being written or removed; in a bucket, a mark beside it
+_OURS = re.compile(r"(\d+|probe)\.partial(\..*)?")  # orbax puts more behind a name
 
 T = TypeVar("T")
 
@@ -59,18 +60,18 @@ class Checkpoints:
         self.beside: dict[str, int] = {}  # checksums of what is trained beside, and is not saved
         self.best = -1  # the step that stays, however old it is
         self.newest = -1  # the step of the last checkpoint that was saved or restored
-        self._steps: list[int] = []  # that are there
+        self.steps: list[int] = []  # that are there
 
     def save(self, state: TrainState, step: int) -> None:
         """Returns when the checkpoint is whole on disk, at once if it is the newest there; only
         then do older ones go. Raises StorageError."""
         if step != self.newest:
             self._write(state, step)
-            self._steps.append(step)
+            self.steps.append(step)
             self.newest = step
-        stay = {*sorted(self._steps)[-self.keep :], self.best}
-        for old in set(self._steps) - stay:
-            self._steps.remove(old)
+        stay = {*sorted(self.steps)[-self.keep :], self.best}
+        for old in set(self.steps) - stay:
+            self.steps.remove(old)
             if distributed.is_main():
                 with storage.at(self.folder / str(old)):
                     self._remove(old)
@@ -89,26 +90,32 @@ class Checkpoints:
             self._sweep()
             return self._names()
 
-        nothing = lambda: []
-        look = listed if distributed.is_main() else nothing
+        look = listed if distributed.is_main() else list
         names = distributed.from_main(_agreed(lambda: _read(self.folder, look)))
-        self._steps = sorted(int(name) for name in names if name.isdigit())
-        bad = any(".bad" in name for name in names)
-        for step in reversed(self._steps):
+        self.steps = sorted(int(name) for name in names if name.isdigit())
+        damaged: dict[int, str] = {}
+        state = None
+        for step in reversed(self.steps):
             try:
                 state = self._load(step, abstract)
             except Damaged as damage:
-                bad = True
-                self._set_aside(step, damage)
+                damaged[step] = str(damage)
             else:
                 self.newest = step
-                return state
-        if bad:
+                break
+        if state is None and len(damaged) > 1 and len(set(damaged.values())) == 1:
+            raise UserError(
+                f"none of the checkpoints in {self.folder} can be read, for one reason, and they "
+                f"were left as they are: {damaged[self.steps[-1]]}"
+            )
+        for step, why in damaged.items():
+            self._set_aside(step, why)
+        if state is None and (damaged or any(".bad" in name for name in names)):
             raise UserError(
                 f"{self.folder} holds only damaged checkpoints (*.bad): put a whole one back, "
                 f"remove them to begin anew, or {ANOTHER}"
             )
-        return None
+        return state
 
     def _load(self, step: int, abstract: TrainState) -> TrainState:
         path = self.folder / str(step)
@@ -156,7 +163,8 @@ class Checkpoints:
 
     def _write(self, state: TrainState, step: int) -> None:
         path = self.folder / str(step)
-        partial = path if self._bucket else self.folder / f"{step}{_PARTIAL}"
+        mark = self.folder / f"{step}{_PARTIAL}"
+        partial = path if self._bucket else mark
         manifest = {
             "keys": self.keys,
             "leaves": manifests.leaves(state),
@@ -169,16 +177,17 @@ class Checkpoints:
             try:
                 if distributed.is_main():
                     self.folder.mkdir(parents=True, exist_ok=True)
+                    if self._bucket:
+                        mark.write_text("its checkpoint is not whole")
                 ocp.save_checkpointables(str(partial), {"state": state}, overwrite=True)
                 if not distributed.is_main():
                     return
                 if self._bucket:  # whose files are whole or absent
-                    (partial / manifests.NAME).write_text(manifests.sealed(manifest))
+                    (path / manifests.NAME).write_text(manifests.sealed(manifest))
+                    mark.unlink()
                 else:
                     manifest["files"] = manifests.files(partial)
-                    storage.write(
-                        pathlib.Path(partial / manifests.NAME), manifests.sealed(manifest)
-                    )
+                    (partial / manifests.NAME).write_text(manifests.sealed(manifest))
                     partial.rename(path)
             except Exception:
                 local = distributed.is_main() and not self._bucket  # a bucket's waits for the start
@@ -193,8 +202,8 @@ class Checkpoints:
             _patiently(path, write, pauses)
         except StorageError as error:
             last = "there is none before it"
-            if self._steps:
-                last = f"the last whole one is {self.folder / str(max(self._steps))}"
+            if self.steps:
+                last = f"the last whole one is {self.folder / str(max(self.steps))}"
             raise StorageError(
                 f"{error}; {last}: make room or mend it, and the same command goes on from there"
             ) from error
@@ -216,28 +225,30 @@ class Checkpoints:
             return []
 
     def _sweep(self) -> None:
-        """Removes what a save that did not end has left."""
-        for name in self._names():
+        """Removes what a save or a removal that did not end has left, and nothing else."""
+        for name in filter(_OURS.fullmatch, self._names()):
             path = self.folder / name
-            if _PARTIAL in name or (
-                self._bucket
-                and name.isdigit()
-                and not any((path / last).exists() for last in _LAST)
-            ):
-                path.rmtree()
+            if not self._bucket:
+                path.rmtree(missing_ok=True) if path.is_dir() else path.unlink(missing_ok=True)
+                continue
+            whole = self.folder / name.partition(".")[0]
+            if whole.exists() and not (whole / manifests.NAME).exists():
+                whole.rmtree()
+            path.unlink(missing_ok=True)
 
     def _remove(self, step: int) -> None:
         path, partial = self.folder / str(step), self.folder / f"{step}{_PARTIAL}"
         if self._bucket:
-            for last in _LAST:
-                (path / last).unlink(missing_ok=True)
+            partial.write_text("its checkpoint is being removed")
+            (path / manifests.NAME).unlink(missing_ok=True)
             path.rmtree()
+            partial.unlink()
         else:
             path.rename(partial)
             partial.rmtree()
 
-    def _set_aside(self, step: int, damage: Damaged) -> None:
-        self._steps.remove(step)
+    def _set_aside(self, step: int, why: str) -> None:
+        self.steps.remove(step)
         if not distributed.is_main():
             return
         path, names, number = self.folder / str(step), self._names(), 1
@@ -245,7 +256,7 @@ class Checkpoints:
             number += 1
         with storage.at(path):
             path.rename(self.folder / name)
-        print(f"checkpoint {path} is damaged and set aside as {name}: {damage}", file=sys.stderr)
+        print(f"checkpoint {path} is damaged and set aside as {name}: {why}", file=sys.stderr)
 
 
 def of(c: Config, workdir: pathlib.Path) -> Checkpoints:

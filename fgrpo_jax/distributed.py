@@ -66,6 +66,18 @@ def exchange(topic: str, mine: str) -> dict[int, str]:
     return {int(key.rpartition("/")[2]): word for key, word in words}
 
 
+def together(what: str, seconds: float = 10.0) -> bool:
+    """Whether all hosts come here within so many seconds. What they come for is named once."""
+    if jax.process_count() == 1:
+        return True
+    board: Any = jax_distributed.global_state.client
+    try:
+        board.wait_at_barrier(f"fgrpo_jax/{what}", int(1000 * seconds))
+    except jax.errors.JaxRuntimeError:
+        return False
+    return True
+
+
 def agree(facts: dict[str, Any]) -> None:
     """UserError on every host, where the facts are not the same on all; it names the first."""
     if jax.process_count() == 1:

@@ -1,5 +1,6 @@
 """Numbers that go bad in training: the batch is kept, the user told, the run ended in time."""
 
+import io
 import json
 import pathlib
 from collections.abc import Callable
@@ -7,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from fgrpo_jax import UserError, distributed
+from fgrpo_jax import UserError, distributed, storage
 from fgrpo_jax.structs import Rollouts
 from fgrpo_jax.validation import Config
 
@@ -40,18 +41,18 @@ class Guard:
             "spike": c.guard.on_spike,
             "drift": c.guard.on_drift,
         }
-        bad = [[record["skipped"] > 0, record["groups_mixed"] == 0] for record in records]
         self._in_a_row = np.zeros(2, int)  # steps with skipped updates, and without a mixed group
-        for step in bad:
-            self._count(step)
+        for record in records:
+            self._count(record)
 
-    def _count(self, bad: list[bool]) -> None:
+    def _count(self, record: dict[str, Any]) -> None:
+        bad = np.array([record["skipped"] > 0, record["groups_mixed"] == 0])
         self._in_a_row = np.where(bad, self._in_a_row + 1, 0)
 
     def __call__(self, record: dict[str, Any], rollouts: Rollouts, adv_PN: Any) -> None:
         """Keeps the batch of a step with skipped updates; UserError where the run shall end."""
         c, step = self.c, record["step"]
-        self._count([record["skipped"] > 0, record["groups_mixed"] == 0])
+        self._count(record)
         skipping, constant = self._in_a_row
         why = {
             reason: record[f"skipped/{reason}"]
@@ -80,13 +81,14 @@ class Guard:
         kept = {path.stem for path in self.folder.glob(f"*.{distributed.host()}.npz")} - {stem}
         if len(kept) >= self.c.guard.keep:
             return f"guard.keep, {self.c.guard.keep}, batches were kept before"
-        self.folder.mkdir(parents=True, exist_ok=True)
         arrays = {
             **{n: x for n, x in vars(rollouts.prompts).items() if isinstance(x, np.ndarray)},
             **{n: x for n, x in vars(rollouts).items() if isinstance(x, np.ndarray)},
             "advantage_PN": np.asarray(adv_PN),
         }
-        np.savez_compressed(self.folder / f"{stem}.npz", **arrays)
+        packed = io.BytesIO()
+        np.savez_compressed(packed, **arrays)
+        storage.write(self.folder / f"{stem}.npz", packed.getvalue())
         samples = len(rollouts.responses) // len(rollouts.prompts.problems)
         lines = [record] + [
             {
@@ -100,5 +102,5 @@ class Guard:
             )
         ]
         text = "".join(json.dumps(line, default=float) + "\n" for line in lines)
-        (self.folder / f"{stem}.jsonl").write_text(text)
+        storage.write(self.folder / f"{stem}.jsonl", text)
         return f"the batch is {self.folder / stem}.npz and .jsonl"

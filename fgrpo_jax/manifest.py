@@ -11,9 +11,10 @@ import jax
 import jax.numpy as jnp
 from etils import epath
 
-from fgrpo_jax import sharding
+from fgrpo_jax import jsons, sharding
 
 NAME = "manifest.json"
+KEYS = {"keys", "leaves", "checksums", "beside", "files"}
 SMALL = 1 << 20  # bytes of a file whose content is known too
 
 
@@ -30,10 +31,12 @@ def sealed(manifest: dict[str, Any]) -> str:
 def read(path: epath.Path) -> dict[str, Any]:
     """That of a checkpoint. Raises Damaged."""
     try:
-        sealed = json.loads((path / NAME).read_text())
+        sealed = jsons.parse((path / NAME).read_bytes())
         if zlib.crc32(sealed["content"].encode()) == sealed["crc32"]:
-            return json.loads(sealed["content"])
-    except (FileNotFoundError, NotADirectoryError, ValueError, KeyError, TypeError):
+            manifest = jsons.parse(sealed["content"].encode())
+            if manifest.keys() == KEYS:
+                return manifest
+    except (FileNotFoundError, NotADirectoryError, ValueError, KeyError, TypeError, AttributeError):
         pass
     raise Damaged(f"its {NAME} is missing or garbled")
 
@@ -70,7 +73,7 @@ def leaves(tree: Any) -> dict[str, str]:
 def checksums(tree: Any) -> dict[str, int]:
     """Of each leaf, the sum of its elements' bits, each times an odd number of its place's own,
     modulo 2 ** 32: computed where the leaf lies, the same in every layout, changed by any one
-    flipped bit."""
+    flipped bit of elements of at most 32."""
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     sums = jax.device_get(_sums([leaf for _, leaf in leaves]))
     return {sharding.path_name(p): int(s) for (p, _), s in zip(leaves, sums, strict=True)}

@@ -6,7 +6,7 @@ import math
 import pathlib
 import resource
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 import jax
@@ -73,12 +73,13 @@ class Journal:
             storage.append(self.path, json.dumps(record) + "\n")
 
 
-def best(records: list[dict[str, Any]], metric: str) -> dict[str, Any]:
-    """Step and value of the evaluation that is best by a metric, the first of equals; without
-    metric or records, no step's."""
-    if not metric or not records:
+def best(records: list[dict[str, Any]], metric: str, steps: Collection[int]) -> dict[str, Any]:
+    """Step and value of the evaluation that is best by a metric, the first of equals, among those
+    of the steps; without metric or such a record, no step's."""
+    there = [record for record in records if record["step"] in steps]
+    if not metric or not there:
         return {"step": -1}
-    record = max(records, key=lambda record: record[metric])
+    record = max(there, key=lambda record: record[metric])
     return {"step": record["step"], metric: record[metric]}
 
 

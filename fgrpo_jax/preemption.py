@@ -6,6 +6,7 @@ chunks, and once more before the update, which is the longest wait: what was sam
 and its keys make it again.
 """
 
+import http.client
 import os
 import signal
 import socket
@@ -69,12 +70,15 @@ class Notice:
 
     def _look(self) -> None:
         """A notice that was there before the run is nothing new: it was started all the same."""
-        before = True
+        before, answers = True, False
         while not self._done.wait(LOOK):
             try:
                 goes = machine_goes()
-            except OSError:
-                return
+            except (OSError, http.client.HTTPException):
+                if not answers:  # there is no such server
+                    return
+                continue
+            answers = True
             if goes and not before:
                 self._ask("this machine will be stopped")
             before = goes

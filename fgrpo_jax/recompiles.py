@@ -13,7 +13,8 @@ COMPILED = "/jax/core/compile/backend_compile_duration"  # JAX's event, also of 
 
 
 class Recompiles(logging.Handler):
-    """What is compiled while it watches, with JAX's own words on the argument that has changed.
+    """What is compiled while it watches, with JAX's own words on the argument that has changed; a
+    context manager.
 
     Args:
         ends: whether `check` raises, or else only tells.
@@ -26,7 +27,13 @@ class Recompiles(logging.Handler):
         self._programs: list[str] = []
         self._reasons: list[str] = []
         self._watching = False
+
+    def __enter__(self) -> "Recompiles":
         jax.monitoring.register_event_duration_secs_listener(self._compiled)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        jax.monitoring.unregister_event_duration_listener(self._compiled)
 
     def _compiled(self, event: str, duration_secs: float, **about: Any) -> None:
         if self._watching and event == COMPILED:
@@ -36,7 +43,7 @@ class Recompiles(logging.Handler):
         """Takes JAX's explanation of a cache miss: its first line names the place, its last ones
         the arguments."""
         lines = [line.strip() for line in record.getMessage().splitlines()]
-        if lines[0].startswith("TRACING CACHE MISS"):
+        if lines and lines[0].startswith("TRACING CACHE MISS"):
             self._reasons.append(" ".join(line for line in lines[1:] if line))
 
     @contextlib.contextmanager
@@ -46,23 +53,22 @@ class Recompiles(logging.Handler):
             yield
             return
         logger = logging.getLogger("jax")
-        propagate = logger.propagate
         jax.config.update("jax_explain_cache_misses", True)
         logger.addHandler(self)
-        logger.propagate, self._watching = False, True
+        self._watching = True
         try:
             yield
         finally:
             self._watching = False
             logger.removeHandler(self)
-            logger.propagate = propagate
             jax.config.update("jax_explain_cache_misses", False)
 
     def check(self, step: int) -> None:
         """UserError, or a warning, that names what was compiled since the last check."""
         if not self._programs:
             return
-        reasons = "; ".join(self._reasons) or "its arguments lie on the devices in another layout"
+        unknown = "JAX does not say why; an argument may lie on the devices in another layout"
+        reasons = "; ".join(self._reasons) or unknown
         names = ", ".join(dict.fromkeys(self._programs))
         self._programs, self._reasons = [], []
         sentence = f"step {step} compiled {names} again, which the run had compiled: {reasons}"

@@ -134,7 +134,7 @@ class Scorer:
         self._known: dict[tuple[str, str], Score] = {}
         self._lock = threading.Lock()
         self._told = False
-        self.asked = 0  # questions that workers have answered, a sign of life
+        self.answered = 0  # questions to workers, a sign of life
 
     def start(
         self, problems: Sequence[Any], responses: Sequence[str], finished: Iterable[Any]
@@ -201,8 +201,9 @@ class Scorer:
         try:
             return worker.ask(task | {"timeout": self.timeout})
         finally:
-            self.asked += 1
             self._idle.put(worker)
+            with self._lock:
+                self.answered += 1
 
     def _tell(self, error: str) -> None:
         """A user's reward that fails must not look like a policy that does."""

@@ -57,7 +57,9 @@ def at(path: os.PathLike[str] | str) -> Iterator[None]:
     except (StorageError, UserError):
         raise
     except Exception as error:
-        why = error.strerror if isinstance(error, OSError) else reason(error)
+        why = reason(error)
+        if why is None and isinstance(error, OSError):
+            why = error.strerror or first_line(error)
         if why is None:
             raise
         raise StorageError(f"{path}: {why}; {MENDED}") from error

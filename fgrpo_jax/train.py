@@ -13,6 +13,7 @@ from rich.console import Console
 
 from fgrpo_jax import (
     Preempted,
+    StorageError,
     UserError,
     distributed,
     forms,
@@ -37,35 +38,45 @@ def train(c: Config, workdir: pathlib.Path, console: Console) -> dict[str, Any]:
     The workdir gets config.json, metrics.jsonl, evals.jsonl and checkpoints/, and at the end
     summary.json, report.png and policy/, a Hugging Face folder.
     """
-    dog = Watchdog(c.watchdog.lag, c.watchdog.stall)
+    with Watchdog(c.watchdog.lag, c.watchdog.stall) as dog:
+        return _train(c, workdir, console, dog)
+
+
+def _train(c: Config, workdir: pathlib.Path, console: Console, dog: Watchdog) -> dict[str, Any]:
     clock, watch = metrics.Clock(), metrics.Stopwatch(dog.point)
-    with contextlib.ExitStack() as stack, dog:
+    with contextlib.ExitStack() as stack:
         notice = stack.enter_context(Notice())
         keys = jax.random.split(jax.random.key(c.seed, impl="threefry2x32"), 3)
         eval_key, root_key, adapter_key = keys
         parts, state = build(c, workdir, console, stack, watch, adapter_key)
-        dog.signs = parts.asked
+        dog.signs = parts.answered
         first_step, draws, gamma = int(state.step), int(state.draws), c.algo.focal_gamma
         log = metrics.Journal(workdir / "metrics.jsonl", first_step, remember=False)
         evals = metrics.Journal(workdir / "evals.jsonl", first_step)
-        parts.checkpoints.best = metrics.best(evals.records, c.checkpoint.best)["step"]
+        recorded = lambda: metrics.best(evals.records, c.checkpoint.best, parts.checkpoints.steps)
+        parts.checkpoints.best = recorded()["step"]
         guard = Guard(c, workdir / "bad_batch", log.records, console.print)
-        recompiles = Recompiles(c.guard.on_recompile == "end", console.print)
+        ends = c.guard.on_recompile == "end"
+        recompiles = stack.enter_context(Recompiles(ends, console.print))
         clock.go_on(log.records)
         bar = stack.enter_context(metrics.Bar(c.steps, first_step, console))
 
         def look(*progress: int) -> None:
             notice.poll()
-            dog.point("rollout")
+            dog.point()
             bar.watch(*progress)
 
         @contextlib.contextmanager
         def keeping(step: int) -> Iterator[None]:
-            """Saves what was learnt if this ends the run."""
+            """Saves what was learnt if this ends the run, on all hosts together."""
             try:
                 yield
-            except (UserError, Preempted):
-                parts.checkpoints.save(state, step)
+            except (UserError, Preempted) as error:
+                if distributed.together(f"save {step}"):
+                    try:
+                        parts.checkpoints.save(state, step)
+                    except StorageError as refusal:
+                        raise StorageError(f"{error}; and {refusal}") from error
                 raise
 
         def evaluate_once(step: int) -> None:
@@ -74,7 +85,10 @@ def train(c: Config, workdir: pathlib.Path, console: Console) -> dict[str, Any]:
                     params = parts.decode_params(state.params)
                     result = parts.evaluate(params, eval_key, step, look)
                 evals.write({"step": step, **result})
-            parts.checkpoints.best = metrics.best(evals.records, c.checkpoint.best)["step"]
+            with_this = {*parts.checkpoints.steps, step}
+            parts.checkpoints.best = metrics.best(evals.records, c.checkpoint.best, with_this)[
+                "step"
+            ]
             if parts.checkpoints.best == step:
                 with watch("checkpoint"):
                     parts.checkpoints.save(state, step)
@@ -126,6 +140,7 @@ def train(c: Config, workdir: pathlib.Path, console: Console) -> dict[str, Any]:
         with keeping(c.steps):
             evaluate_once(c.steps)
 
+    dog.point("finish")
     parts.export(workdir / "policy", state.params)
     summary = {
         "before": evals.records[0],
@@ -136,7 +151,7 @@ def train(c: Config, workdir: pathlib.Path, console: Console) -> dict[str, Any]:
         **clock.read(),
     }
     if c.checkpoint.best:
-        summary["best"] = metrics.best(evals.records, c.checkpoint.best)
+        summary["best"] = recorded()
     if distributed.is_main():
         storage.write(workdir / "summary.json", json.dumps(summary, indent=1) + "\n")
         title = f"{c.algo.name}, gamma {c.algo.focal_gamma:g}, N {c.algo.group_size}"

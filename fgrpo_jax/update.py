@@ -173,10 +173,9 @@ def make_update(
             computed = jnp.array(s.widths)[batch.width_ZZ].sum().astype(jnp.float32) * size
         (grads, slope), (total, sums, drift) = jax.lax.fori_loop(0, used, microbatch, zero)
         norm = optax.tree.norm(grads)
-        skip = {"not_finite": ~jnp.isfinite(norm + total)}
-        if s.spike:
-            warm = _updates_done(state.opt_state) >= WARM
-            skip["spike"] = warm & (norm > s.spike * state.typical_norm)
+        skip = {"not_finite": ~jnp.isfinite(norm + total + slope)}
+        warm = (_updates_done(state.opt_state) >= WARM) & bool(s.spike)
+        skip["spike"] = warm & (norm > s.spike * state.typical_norm)
         if s.drift:
             skip["drift"] = sums["drift_mean"] > s.drift * tokens
         # optax multiplies its int32 count by floats, which strict promotion would refuse
@@ -195,18 +194,24 @@ def make_update(
         }
         if objective.aggregator == "lambda_grpo":
             metrics["lambda"] = state.exponent
-        skipped = functools.reduce(jnp.logical_or, skip.values())
+        any_of = functools.partial(functools.reduce, jnp.logical_or)
+        skipped = any_of(skip.values())
         counts = {f"skipped/{why}": happened for why, happened in skip.items()}
         metrics |= jax.tree.map(jnp.int32, counts | {"skipped": skipped})
-        first = state.typical_norm == 0
         new = dataclasses.replace(
             state,
             params=params,
             opt_state=opt_state,
             exponent=state.exponent - objective.lambda_lr * slope,
-            typical_norm=jnp.where(first, norm, MEMORY * state.typical_norm + (1 - MEMORY) * norm),
         )
-        return jax.tree.map(lambda old, new: jnp.where(skipped, old, new), state, new), metrics
+        new = jax.tree.map(lambda old, new: jnp.where(skipped, old, new), state, new)
+        # a level that stays high is learnt too, though slowly
+        level = jnp.where(skip["spike"], s.spike * state.typical_norm, norm)
+        mean = MEMORY * state.typical_norm + (1 - MEMORY) * level
+        mean = jnp.where(state.typical_norm == 0, norm, mean)
+        counted = (norm > 0) & ~any_of(happened for why, happened in skip.items() if why != "spike")
+        typical = jnp.where(counted, mean, state.typical_norm)
+        return dataclasses.replace(new, typical_norm=typical), metrics
 
     # Pinned, since a state laid out otherwise would compile everything again.
     layout = jax.tree.map(lambda x: x.sharding, abstract)

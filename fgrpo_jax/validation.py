@@ -69,6 +69,10 @@ def validate(c: Config) -> Config:
     _check_groups(c)
     _check_penalties(c)
     _check_batches(c)
+    need(
+        c.watchdog.lag == 0 or c.watchdog.lag > c.score.timeout,
+        f"watchdog.lag is {c.watchdog.lag}: it must be above score.timeout, {c.score.timeout}",
+    )
     spike = c.guard.spike
     need(spike == 0 or spike > 1, f"guard.spike is {spike}: it must be above 1, or 0 for none")
     measured = [f"pass@{k}" for k in powers_up_to(c.eval.samples)]

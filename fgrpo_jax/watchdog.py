@@ -6,10 +6,12 @@ is on the coordinator's board every two seconds, from a thread, and reads those 
 alone counts: no two have to agree.
 """
 
+import contextlib
 import dataclasses
 import faulthandler
 import json
 import os
+import pathlib
 import socket
 import sys
 import threading
@@ -19,14 +21,17 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
+import jax
+
 from fgrpo_jax import Preempted, StorageError, UserError, distributed
 
 BEAT = 2.0  # seconds between notes
 SILENT = 25.0  # without a new note, after which a process is gone
 # Once one has failed, often since another is gone, that other one is looked for.
 SILENT_AFTER_FAILURE = 6.0
-DISKS = ("checkpoint", "profile")  # stages whose time is that of one process's disk
 GRACE = 8.0  # for a process to end by itself after another has failed
+DISKS = ("checkpoint", "profile", "finish")  # stages whose time is that of one process's disk
+JAX = str(pathlib.Path(jax.__file__).parent)
 
 
 @dataclasses.dataclass
@@ -37,8 +42,9 @@ class Note:
     beat: int = 0  # notes so far
     points: int = 0  # passed so far, at which all processes come by equally often
     stage: str = "start"
-    known: bool = False  # whether a step of its own had this stage, so that it is compiled
+    limited: bool = False  # a stage that an earlier step had, so that it is compiled, and no disk's
     signs: int = 0  # of life within a stage
+    waits: bool = False  # in JAX: for its devices, or for the other processes
     failed: str = ""
     left: bool = False  # it is done
 
@@ -65,7 +71,7 @@ class Peers:
     def __init__(self, me: int, count: int, lag: float, stall: float):
         self.me, self.count, self.lag, self.stall = me, count, lag, stall
         self._beats: dict[int, tuple[int, float]] = {}  # last beat and when it came
-        self._behind: dict[int, tuple[int, int, float]] = {}  # points, signs, and since when
+        self._held: dict[int, tuple[tuple[int, int], float]] = {}  # how far, and since when alone
         self._furthest = (-1, 0.0)  # points of the first, and when it came there
         self._failed_at = 0.0
 
@@ -75,69 +81,96 @@ class Peers:
         failed = {p: note for p, note in notes.items() if note.failed}
         if failed and not self._failed_at:
             self._failed_at = now
+        return (
+            self._silent(now, going, SILENT_AFTER_FAILURE if failed else SILENT)
+            or self._has_failed(now, failed)
+            or self._stuck(now, notes, going)
+            or self._standing(now, notes, going)
+        )
+
+    def _silent(self, now: float, going: dict[int, Note], limit: float) -> Verdict | None:
         for p, note in going.items():
             beat, since = self._beats.get(p, (-1, now))
             if note.beat != beat:
                 self._beats[p] = note.beat, now
-            elif now - since > (SILENT_AFTER_FAILURE if failed else SILENT):
-                return Verdict(
-                    p,
-                    note.host,
-                    f"has not been heard of for {now - since:.0f} s: it died, was "
-                    f"stopped or lost its network; it was in {note.stage}",
-                )
+            elif now - since > limit:
+                why = "it died, was stopped or lost its network"
+                why = f"has not been heard of for {now - since:.0f} s: {why}"
+                return Verdict(p, note.host, f"{why}; it was in {note.stage}")
+        return None
+
+    def _has_failed(self, now: float, failed: dict[int, Note]) -> Verdict | None:
         for p, note in failed.items():
             if p != self.me and now - self._failed_at > GRACE:
                 return Verdict(p, note.host, f"failed: {note.failed}")
+        return None
+
+    def _stuck(self, now: float, notes: dict[int, Note], going: dict[int, Note]) -> Verdict | None:
+        """One that does not move, where others are ahead of it, or all others wait in JAX."""
         furthest = max(note.points for note in notes.values())
+        for p, note in going.items():
+            alone = not note.waits and len(notes) > 1
+            alone &= all(other.waits or other.ended for q, other in notes.items() if q != p)
+            place = (note.points, note.signs)
+            held, since = self._held.get(p, (place, now))
+            if place != held or not (note.points < furthest or alone):
+                self._held[p] = place, now
+                continue
+            self._held[p] = held, since
+            limit = self.lag if note.limited else self.stall
+            if self.lag and limit and now - since > limit:
+                key = "watchdog.lag" if note.limited else "watchdog.stall"
+                why = f"is stuck: for {now - since:.0f} s it has been in {note.stage}, where the "
+                why += f"others have gone on or wait for it ({key})"
+                return Verdict(p, note.host, why)
+        return None
+
+    def _standing(
+        self, now: float, notes: dict[int, Note], going: dict[int, Note]
+    ) -> Verdict | None:
+        furthest = max(note.points + note.signs for note in notes.values())
         if furthest != self._furthest[0]:
             self._furthest = furthest, now
-        for p, note in going.items():
-            points, signs, since = self._behind.get(p, (-1, -1, now))
-            if note.points == furthest or (note.points, note.signs) != (points, signs):
-                self._behind[p] = note.points, note.signs, now
-            elif self.lag and now - since > (self.lag if note.known else self.stall or 1e9):
-                return Verdict(
-                    p,
-                    note.host,
-                    f"is stuck: for {now - since:.0f} s it has been in "
-                    f"{note.stage}, where the others have gone on",
-                )
         still = now - self._furthest[1]
-        if self.stall and going and still > self.stall:
-            stages = ", ".join(f"process {p} in {note.stage}" for p, note in going.items())
-            return Verdict(-1, "", f"has not gone on for {still:.0f} s: {stages}")
-        return None
+        if not (self.stall and going and still > self.stall):
+            return None
+        stages = ", ".join(f"process {p} in {note.stage}" for p, note in going.items())
+        return Verdict(-1, "", f"has not gone on for {still:.0f} s (watchdog.stall): {stages}")
 
 
 class Watchdog:
     """A context manager around all that the processes of a run do together.
 
     Where one fails, the others end soon after it, with its sentence and their own stacks. A process
-    that raises leaves this context only when the others know of it, or have had the time to.
+    leaves this context once all the others have come to its end too; one that raises, once they
+    know of it or have had the time to.
 
     Args:
-        lag: seconds that a process may be behind the others, in a stage that it knows; 0: any.
+        lag: seconds that a process may hold up the others, in a stage that is compiled; 0: any.
         stall: seconds without anything new from any process; 0: any.
         end: what ends this process, with an exit code.
     """
 
     def __init__(self, lag: float, stall: float, end: Callable[[int], None] = os._exit):
         self.lag, self.stall, self._end = lag, stall, end
+        self.signs: Callable[[], int] = lambda: 0  # grows while a process is slow, and not stuck
         self._note = Note(socket.gethostname())
         self._passed: set[str] = set()
         self._known: set[str] = set()
+        self._main = threading.get_ident()
         self._error: BaseException | None = None
         self._failed: list[Verdict] = []  # of the others
-        self.signs: Callable[[], int] = lambda: 0  # grows while a process is slow, and not stuck
         self._done = threading.Event()
         self._others_ended = threading.Event()
+        self._asking = ThreadPoolExecutor(1)  # a coordinator that was stopped never answers
 
-    def point(self, stage: str) -> None:
-        """All processes must come by equally often. What follows is called `stage`."""
+    def point(self, stage: str = "") -> None:
+        """All processes must come by equally often. What follows is called `stage`, if it is said,
+        or goes on with the last one."""
+        stage = stage or self._note.stage
         self._passed.add(stage)
         self._note.stage = stage
-        self._note.known = stage in self._known and stage not in DISKS
+        self._note.limited = stage in self._known and stage not in DISKS
         self._note.points += 1
 
     def step_done(self) -> None:
@@ -147,6 +180,8 @@ class Watchdog:
     def _exchange(self) -> dict[int, Note]:
         self._note.beat += 1
         self._note.signs = self.signs()
+        frame = sys._current_frames().get(self._main)
+        self._note.waits = frame is not None and frame.f_code.co_filename.startswith(JAX)
         mine = json.dumps(dataclasses.asdict(self._note))
         board = distributed.exchange("watchdog", mine)
         return {p: Note(**json.loads(text)) for p, text in board.items()}
@@ -154,18 +189,20 @@ class Watchdog:
     def _watch(self) -> None:
         me = distributed.host()
         peers = Peers(me, distributed.hosts(), self.lag, self.stall)
-        asking = ThreadPoolExecutor(1)  # a coordinator that was stopped never answers
+        answered = time.monotonic()
         while not self._done.wait(BEAT):
             if self.stall:  # where this thread hangs too: no Python is needed
                 faulthandler.dump_traceback_later(self.stall + SILENT, exit=True)
-            notes: dict[int, Note] = {}
+            verdict = None
             try:
-                notes = asking.submit(self._exchange).result(SILENT)
+                notes = self._asking.submit(self._exchange).result(SILENT)
             except Exception as error:
-                why = f"does not answer, and it coordinates ({error or 'not a word'})"
-                verdict = Verdict(0, "the first host", why)
+                if time.monotonic() - answered > SILENT:
+                    why = f"does not answer, and it coordinates ({error or 'not a word'})"
+                    verdict = Verdict(0, "the first host", why)
             else:
-                verdict = peers.verdict(time.monotonic(), notes)
+                answered = time.monotonic()
+                verdict = peers.verdict(answered, notes)
                 others = {p: note for p, note in notes.items() if p != me}
                 self._failed = [
                     Verdict(p, note.host, f"failed: {note.failed}")
@@ -175,18 +212,17 @@ class Watchdog:
                 if sum(note.ended for note in others.values()) == peers.count - 1:
                     self._others_ended.set()
             if verdict and not self._done.is_set():
-                self._bite(verdict, verdict.process == me, bool(notes))
-        asking.shutdown(wait=False)
+                self._bite(verdict, verdict.process == me)
 
-    def _bite(self, verdict: Verdict, to_blame: bool, answered: bool) -> None:
+    def _bite(self, verdict: Verdict, to_blame: bool) -> None:
         if self._error:
             traceback.print_exception(self._error)
         print(f"error: {verdict}; here it was in {self._note.stage}:", file=sys.stderr)
         faulthandler.dump_traceback(all_threads=True)
         sys.stderr.flush()
         self._note.left, self._note.failed = True, f"it {verdict.why}" * to_blame
-        if answered:
-            self._exchange()
+        with contextlib.suppress(Exception):  # the coordinator may be gone
+            self._asking.submit(self._exchange).result(BEAT)
         if distributed.is_main():  # JAX ends all as soon as it is gone: first they say their own
             time.sleep(3 * BEAT)
         self._end(1)
@@ -197,20 +233,21 @@ class Watchdog:
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, _: object) -> None:
-        several = distributed.hosts() > 1
-        together = error is None or isinstance(error, Preempted)
-        if several and not together:
-            text = " ".join(str(error).split())[:500]
-            named = (
-                "" if isinstance(error, UserError | StorageError) else f"{type(error).__name__}: "
-            )
-            self._error, self._note.failed = error, named + text
-            self._others_ended.wait(GRACE + 4 * BEAT)
-            for other in self._failed:
-                print(f"error: {other}", file=sys.stderr)
+        if distributed.hosts() > 1:
+            if error is None or isinstance(error, Preempted):
+                self._note.left = True
+                self._others_ended.wait()  # the main one may have much to write
+            else:
+                text = " ".join(str(error).split())[:500]
+                named = isinstance(error, UserError | StorageError)
+                text = text if named else f"{type(error).__name__}: {text}"
+                self._error, self._note.failed = error, text
+                self._others_ended.wait(GRACE + 4 * BEAT)
+                for other in self._failed:
+                    if text not in other.why:
+                        print(f"error: {other}", file=sys.stderr)
+            time.sleep(BEAT)  # for the others to read this one's last note
         self._done.set()
         self._thread.join()
+        self._asking.shutdown(wait=False)
         faulthandler.cancel_dump_traceback_later()
-        if several and together:
-            self._note.left = True
-            self._exchange()

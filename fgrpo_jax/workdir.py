@@ -1,11 +1,15 @@
 """What tells one run from another: config and code, and the config that owns a folder."""
 
+import contextlib
+import fcntl
 import hashlib
 import importlib.metadata
 import json
 import os
 import pathlib
 import platform
+import socket
+from collections.abc import Iterator
 from typing import Any
 
 from fgrpo_jax import UserError, config, distributed, jsons, storage
@@ -35,6 +39,34 @@ def identity(c: Config) -> dict[str, Any]:
         "fgrpo_jax's code": code.hexdigest()[:12],
         "JAX_NUM_PROCESSES": os.environ.get("JAX_NUM_PROCESSES"),
     }
+
+
+@contextlib.contextmanager
+def locked(workdir: pathlib.Path) -> Iterator[None]:
+    """Keeps other processes that are started on the workdir out of it: UserError for them. The
+    system lets go of it when the process ends, however it does."""
+    if not distributed.is_main():
+        yield
+        return
+    path = workdir / "lock"
+    with storage.at(path):
+        workdir.mkdir(parents=True, exist_ok=True)
+        file = path.open("a+")
+    with file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.seek(0)
+            raise UserError(
+                f"workdir {workdir} is in use by process {file.read().strip() or '?'}: wait for "
+                "it, or give another --workdir"
+            ) from None
+        except OSError:  # a disk that knows no locks
+            pass
+        file.truncate(0)
+        file.write(f"{os.getpid()} on {socket.gethostname()}")
+        file.flush()
+        yield
 
 
 def check(c: Config, workdir: pathlib.Path) -> None:

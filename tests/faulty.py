@@ -2,7 +2,8 @@
 
 FAULT happens in one process when it has done so many steps, if there is no file ONCE, which it
 makes: kill, stop (signals to itself), raise, user (a UserError), exit, stuck (asleep while its
-other threads go on), deaf (stuck, and no thread of it can run).
+other threads go on), deaf (stuck, and no thread of it can run). With "@rollout" behind, it happens
+between two decode chunks of the next step.
 """
 
 import ctypes
@@ -15,14 +16,30 @@ import time
 
 from fgrpo_jax import UserError, metrics
 
-fault, process, step = sys.argv[1], sys.argv[2], int(sys.argv[3])
+fault, _, where = sys.argv[1].partition("@")
+process, step = sys.argv[2], int(sys.argv[3])
 once = pathlib.Path(sys.argv[4])
-write = metrics.Journal.write
+write, show = metrics.Journal.write, metrics.Bar.watch
+done = 0
 
 
-def faulty(self, record):
+def faulty_write(self, record):
+    global done
     write(self, record)
-    if self.path.name != "metrics.jsonl" or record["step"] != step:
+    if self.path.name == "metrics.jsonl":
+        done = record["step"]
+        if not where:
+            fail()
+
+
+def faulty_watch(self, *progress):
+    show(self, *progress)
+    if where:
+        fail()
+
+
+def fail():
+    if done != step:
         return
     if os.environ.get("JAX_PROCESS_ID", "0") != process:
         return
@@ -43,6 +60,6 @@ def faulty(self, record):
         ctypes.PyDLL(None).sleep(1000)  # which keeps the interpreter's lock
 
 
-metrics.Journal.write = faulty
+metrics.Journal.write, metrics.Bar.watch = faulty_write, faulty_watch
 sys.argv = ["fgrpo_jax.main", *sys.argv[5:]]
 runpy.run_module("fgrpo_jax.main", run_name="__main__", alter_sys=True)

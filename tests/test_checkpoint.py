@@ -314,6 +314,30 @@ def test_the_folder_of_a_run(tmp_path, monkeypatch):
         checkpoint.of(c, tmp_path)
 
 
+def test_what_others_keep_there_stays(tmp_path):
+    saved(tmp_path / "c", [3])
+    for name in ("my.partial_results", "notes.partial", "2024x"):
+        (tmp_path / "c" / name).mkdir()
+        (tmp_path / "c" / name / "thesis.txt").write_text("words")
+    (tmp_path / "c/6.partial").mkdir()
+    equal(restored(tmp_path / "c"), state(3))
+    assert {path.name for path in (tmp_path / "c").iterdir()} == {
+        "3", "my.partial_results", "notes.partial", "2024x",
+    }  # fmt: skip
+
+
+def test_a_reader_that_fails_alike_at_all_sets_none_aside(tmp_path, monkeypatch):
+    saved(tmp_path / "c", [3, 6])
+
+    def changed(*_):
+        raise TypeError("load_checkpointables() got an unexpected keyword argument")
+
+    monkeypatch.setattr(checkpoint.ocp, "load_checkpointables", changed)
+    with pytest.raises(UserError, match="left as they are: .*unexpected keyword"):
+        restored(tmp_path / "c")
+    assert {path.name for path in (tmp_path / "c").iterdir()} == {"3", "6"}
+
+
 def test_every_flipped_bit_changes_the_checksum():
     x = jnp.arange(6, dtype=jnp.float32).reshape(2, 3)
     plain = checksums({"x": x})["x"]

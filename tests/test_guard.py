@@ -3,7 +3,7 @@ import json
 import numpy as np
 import pytest
 
-from fgrpo_jax import UserError, config
+from fgrpo_jax import StorageError, UserError, config
 from fgrpo_jax.guard import Guard
 from fgrpo_jax.structs import Problem, Prompts, Rollouts
 
@@ -99,6 +99,12 @@ def test_a_resumed_run_counts_on(tmp_path):
     g = guard(tmp_path, [FINE, CONSTANT, CONSTANT], constant=3)
     with pytest.raises(UserError, match="in 3 steps"):
         look(g, CONSTANT)
+
+
+def test_a_disk_that_refuses_is_a_storage_error(tmp_path):
+    (tmp_path / "bad_batch").write_text("a file in the folder's place")
+    with pytest.raises(StorageError, match="bad_batch"):
+        look(guard(tmp_path), BAD)
 
 
 def test_only_so_many_batches_are_kept(tmp_path):

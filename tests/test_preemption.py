@@ -78,6 +78,17 @@ def test_a_notice_from_before_the_run_is_not_new(metadata):
         notice.poll()
 
 
+def test_a_metadata_server_that_fails_for_a_moment(metadata):
+    with Notice() as notice:
+        time.sleep(0.3)
+        del metadata["preempted"]  # it answers 403
+        time.sleep(0.3)
+        metadata["preempted"] = "TRUE"
+        time.sleep(0.5)
+        with pytest.raises(Preempted):
+            notice.poll()
+
+
 def test_no_metadata_server(monkeypatch):
     monkeypatch.setenv("GCE_METADATA_HOST", "127.0.0.1:9")
     monkeypatch.setattr(preemption, "LOOK", 0.05)

@@ -1,5 +1,6 @@
 """tpu_scripts/run_with_restart.sh around small programs that end as they are told."""
 
+import json
 import os
 import pathlib
 import signal
@@ -14,7 +15,7 @@ SCRIPT = pathlib.Path(__file__).parents[1] / "tpu_scripts/run_with_restart.sh"
 # Ends start after start with the codes in `plan`: of each process "code", "code+" after a new
 # checkpoint, "hang" for ever. What it saw goes to `seen`.
 PROGRAM = """
-import os, pathlib, sys, time
+import json, os, pathlib, sys, time
 work = pathlib.Path(sys.argv[sys.argv.index("--workdir") + 1])
 me = os.environ.get("JAX_PROCESS_ID", "0")
 seen = work / f"seen{me}"
@@ -33,7 +34,11 @@ if what == "wait":  # until it is asked to stop
     while True:
         time.sleep(0.05)
 if what.endswith("+"):
-    (work / "checkpoints" / str(start + 1)).mkdir(parents=True)
+    config = work / "config.json"
+    folder = work / "checkpoints"
+    if config.exists():
+        folder = pathlib.Path(json.loads(config.read_text())["checkpoint.folder"])
+    (folder / str(start + 1)).mkdir(parents=True)
 sys.exit(int(what.rstrip("+")))
 """
 
@@ -49,7 +54,7 @@ def script(tmp_path):
 
 
 def supervised(script, workdir, *plans):
-    workdir.mkdir()
+    workdir.mkdir(exist_ok=True)
     (workdir / "program.py").write_text(PROGRAM)
     for i, plan in enumerate(plans):
         (workdir / f"plan{i}").write_text(plan)
@@ -84,6 +89,15 @@ def test_codes_decide(script, tmp_path, plan, code, count):
     assert process.returncode == code, err
     assert len(starts(tmp_path / "w")) == count
     assert ("giving up" in err) == (plan.count("1") >= 4 and code == 1)
+
+
+def test_progress_is_looked_for_where_the_config_puts_it(script, tmp_path):
+    keys = {"checkpoint.every": 50, "checkpoint.folder": str(tmp_path / "elsewhere"), "steps": 3}
+    (tmp_path / "w").mkdir()
+    (tmp_path / "w/config.json").write_text(json.dumps(keys, indent=1) + "\n")
+    process = supervised(script, tmp_path / "w", "1+ 1+ 1+ 1+ 1+ 0")
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 0, err
 
 
 def test_a_gang_is_killed_and_starts_again_together(script, tmp_path):

@@ -324,9 +324,18 @@ def test_a_spike_is_skipped_once_norms_are_known(policy, params):
     typical = 0.0
     for _, metrics, after in told:
         norm = float(metrics["grad_norm"])
-        if not metrics["skipped"]:
-            typical = 0.95 * typical + 0.05 * norm if typical else norm
+        level = min(norm, 4 * typical) if metrics["skipped"] else norm
+        typical = 0.95 * typical + 0.05 * level if typical else norm
         assert after.typical_norm == pytest.approx(typical, rel=1e-5)
+
+
+def test_norms_that_stay_high_become_typical(policy, params):
+    """A spike that lasts is no spike; what taught nothing leaves the typical norm as it was."""
+    scales = [*[1.0] * 10, *[0.0] * 5, *[8.0] * 20]
+    told = guarded(policy, params, scales, spike=4.0)
+    skipped = [int(metrics["skipped/spike"]) for _, metrics, _ in told]
+    assert sum(skipped[:15]) == 0 and 1 <= sum(skipped[15:]) < 15 and not any(skipped[-5:])
+    assert told[9][2].typical_norm == told[14][2].typical_norm
 
 
 def test_drift_beyond_its_bound_is_skipped(policy, params):

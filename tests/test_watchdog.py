@@ -1,11 +1,14 @@
 import dataclasses
+import json
 import threading
 
+import jax
 import pytest
 
+from fgrpo_jax import distributed, watchdog
 from fgrpo_jax.watchdog import BEAT, GRACE, SILENT, SILENT_AFTER_FAILURE, Note, Peers, Watchdog
 
-LAG, STALL = 40.0, 3600.0
+LAG, STALL = 30.0, 3600.0
 
 
 class Gang:
@@ -13,7 +16,7 @@ class Gang:
 
     def __init__(self, lag=LAG, stall=STALL):
         self.peers, self.now = Peers(0, 3, lag, stall), 0.0
-        self.notes = {p: Note(f"host{p}", known=True) for p in range(3)}
+        self.notes = {p: Note(f"host{p}", limited=True) for p in range(3)}
 
     def run(self, seconds, silent=(), still=()):
         """The first verdict within so many seconds, and how many they were."""
@@ -27,6 +30,12 @@ class Gang:
             if why := self.peers.verdict(self.now, dict(self.notes)):
                 return str(why), self.now - begun
         return "", seconds
+
+    def stop(self, wait):
+        """Nothing moves any more; those named wait in JAX."""
+        for p in self.notes:
+            self.change(p, waits=p in wait)
+        return self.run(2 * STALL, still=[0, 1, 2])
 
     def change(self, p, **changes):
         self.notes[p] = dataclasses.replace(self.notes[p], **changes)
@@ -58,13 +67,30 @@ def test_a_stuck_process_is_named_and_not_those_that_wait_for_it():
     gang.change(1, stage="scoring")
     gang.run(BEAT, still=[1])  # the others reach the point where they wait for it
     why, seconds = gang.run(100, still=[0, 1, 2])
-    assert "process 1 on host1 is stuck: for 4" in why and "it has been in scoring" in why
+    assert "process 1 on host1 is stuck: for 3" in why and "it has been in scoring" in why
     assert LAG - BEAT <= seconds <= LAG + 2 * BEAT < 60
+
+
+def test_one_that_holds_up_those_who_wait_in_jax_is_named():
+    """It has passed as many points as they: it is stuck behind the last one."""
+    gang = Gang()
+    gang.run(100)
+    why, seconds = gang.stop(wait=[0, 2])
+    assert "process 1 on host1 is stuck" in why and "watchdog.lag" in why
+    assert LAG - BEAT <= seconds <= LAG + 2 * BEAT
+
+
+@pytest.mark.parametrize("wait", [[], [0], [0, 1, 2]])
+def test_where_nobody_can_be_blamed_the_run_may_stand_longer(wait):
+    gang = Gang()
+    gang.run(100)
+    why, seconds = gang.stop(wait)
+    assert why.startswith("the run has not gone on") and seconds >= STALL - BEAT
 
 
 def test_the_first_time_of_a_stage_may_take_long():
     gang = Gang()
-    gang.change(1, known=False)
+    gang.change(1, limited=False)
     gang.run(BEAT, still=[1])
     assert gang.run(1000, still=[0, 1, 2]) == ("", 1000)
     assert "is stuck" in gang.run(STALL, still=[0, 1, 2])[0]
@@ -131,9 +157,10 @@ def test_a_run_that_stands_still():
 @pytest.mark.parametrize("lag, stall", [(0.0, STALL), (LAG, 0.0), (0.0, 0.0)])
 def test_limits_can_be_switched_off(lag, stall):
     gang = Gang(lag, stall)
-    gang.change(1, known=lag == 0)
+    gang.change(1, limited=lag == 0)
     gang.run(BEAT, still=[1])
-    assert gang.run(STALL - 2 * BEAT, still=[0, 1, 2])[0] == ""
+    seconds = STALL - 2 * BEAT if stall else 3 * STALL
+    assert gang.run(seconds, still=[0, 1, 2])[0] == ""
 
 
 def test_a_process_that_stands_still_ends_with_its_stacks(capfd):
@@ -146,13 +173,52 @@ def test_a_process_that_stands_still_ends_with_its_stacks(capfd):
     assert "test_a_process_that_stands_still_ends_with_its_stacks" in err
 
 
+class Board:
+    """distributed's, of one other process that has left; fails as often as it is told to."""
+
+    def __init__(self, fails):
+        self.fails = fails
+
+    def __call__(self, topic, mine):
+        if self.fails > 0:
+            self.fails -= 1
+            raise RuntimeError("UNAVAILABLE: a blip")
+        return {0: mine, 1: json.dumps(dataclasses.asdict(Note("other", left=True)))}
+
+
+@pytest.mark.parametrize("fails, bites", [(2, False), (1000, True)])
+def test_a_coordinator_that_does_not_answer_for_a_moment(monkeypatch, capfd, fails, bites):
+    monkeypatch.setattr(watchdog, "BEAT", 0.1)
+    monkeypatch.setattr(watchdog, "SILENT", 1.0)
+    monkeypatch.setattr(distributed, "hosts", lambda: 2)
+    monkeypatch.setattr(distributed, "exchange", Board(fails))
+    ended = threading.Event()
+    dog = Watchdog(LAG, STALL, end=lambda code: (ended.set(), dog._others_ended.set()))
+    with dog:
+        assert ended.wait(3) == bites
+    assert ("process 0 on the first host does not answer" in capfd.readouterr().err) == bites
+
+
+def test_it_knows_who_waits_in_jax():
+    dog = Watchdog(LAG, STALL)
+    dog._exchange()
+    assert not dog._note.waits
+    busy = jax.jit(lambda x: jax.lax.fori_loop(0, 3000, lambda _, x: jax.numpy.sin(x @ x), x))
+    x = jax.block_until_ready(busy(jax.numpy.ones((300, 300))))
+    thread = threading.Timer(0.3, dog._exchange)
+    thread.start()
+    while thread.is_alive():
+        jax.block_until_ready(busy(x))
+    assert dog._note.waits
+
+
 def test_a_stage_is_known_once_a_step_had_it():
     dog = Watchdog(LAG, STALL)
     seen = []
     for _ in range(2):
         for stage in ("rollout", "checkpoint"):
             dog.point(stage)
-            seen.append((dog._note.stage, dog._note.known))
+            seen.append((dog._note.stage, dog._note.limited))
         dog.step_done()
     assert seen == [
         ("rollout", False), ("checkpoint", False), ("rollout", True), ("checkpoint", False),

@@ -1,4 +1,6 @@
 import json
+import subprocess
+import sys
 
 import pytest
 
@@ -49,3 +51,22 @@ def test_a_place_that_cannot_be_written(tmp_path, c):
     (tmp_path / "file").write_text("")
     with pytest.raises(StorageError, match="file/run/config.json: Not a directory; once that"):
         workdir.claim(c, tmp_path / "file" / "run")
+
+
+def test_two_runs_at_once_in_a_workdir(tmp_path):
+    """The second is refused while the first lives, whatever way that ends."""
+    code = (
+        "import pathlib, sys, time\nfrom fgrpo_jax import workdir\n"
+        "with workdir.locked(pathlib.Path(sys.argv[1])):\n print(1, flush=True)\n time.sleep(99)"
+    )
+    first = subprocess.Popen([sys.executable, "-c", code, tmp_path], stdout=subprocess.PIPE)
+    with first:
+        assert first.stdout and first.stdout.readline() == b"1\n"
+        with (
+            pytest.raises(UserError, match=f"is in use by process {first.pid} on "),
+            workdir.locked(tmp_path),
+        ):
+            pass
+        first.kill()
+    with workdir.locked(tmp_path):
+        pass

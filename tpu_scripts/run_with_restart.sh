@@ -27,16 +27,15 @@ done
 [ $# -gt 0 ] || fail "$usage"
 [[ "$processes" =~ ^[1-9][0-9]*$ ]] || fail "--processes takes a number, not '$processes'"
 
-checkpoints="" # the folder whose numbered steps are the run's progress
+workdir=""
 command=("$@")
 for ((i = 0; i < $#; i++)); do
     case "${command[i]}" in
-        --workdir) checkpoints="${checkpoints:-${command[i + 1]-}/checkpoints}" ;;
-        --workdir=*) checkpoints="${checkpoints:-${command[i]#*=}/checkpoints}" ;;
-        --config.checkpoint.folder=?*) checkpoints="${command[i]#*=}" ;;
+        --workdir) workdir="${command[i + 1]-}" ;;
+        --workdir=*) workdir="${command[i]#*=}" ;;
     esac
 done
-[ -n "$checkpoints" ] || fail "the command needs --workdir DIR: its checkpoints tell progress"
+[ -n "$workdir" ] || fail "the command needs --workdir DIR: its checkpoints tell progress"
 
 list() { # the names in a folder, one a line
     case "$1" in
@@ -45,6 +44,9 @@ list() { # the names in a folder, one a line
     esac 2>/dev/null | sed 's:/*$::; s:.*/::'
 }
 newest() { # the last whole checkpoint's step, or -1
+    local checkpoints
+    checkpoints=$(sed -n 's/^ *"checkpoint.folder": "\(.*\)",*$/\1/p' "$workdir/config.json" 2>/dev/null)
+    checkpoints="${checkpoints:-$workdir/checkpoints}"
     { echo -1; list "$checkpoints" | grep -E '^[0-9]+$'; } | sort -n | tail -1
 }
 free_port() {
@@ -73,6 +75,8 @@ grace=20
 run_once() { # starts all and waits for all; leaves the code that decides in $code
     local port="" i status since=""
     [ "$processes" -eq 1 ] || port=$(free_port) || fail "no free port was found"
+    code=75
+    [ "$asked" -eq 0 ] || return
     code=0
     for ((i = 0; i < processes; i++)); do
         if [ -n "$port" ]; then
@@ -83,6 +87,7 @@ run_once() { # starts all and waits for all; leaves the code that decides in $co
         fi
         pids[i]=$!
     done
+    [ "$asked" -eq 0 ] || tell TERM # between the look above and here
     while [ ${#pids[@]} -gt 0 ]; do
         for i in "${!pids[@]}"; do
             kill -0 "${pids[i]}" 2>/dev/null && continue
