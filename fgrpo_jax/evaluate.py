@@ -84,6 +84,7 @@ def make_evaluate(
         if size:
             batch = held_out.batch(indices, np.maximum(indices, 0))
             judge(stream(params, batch, key, watch), left, counts)
+        watch(size, size, 0, 0)  # all is judged
         return result(counts, mine)
 
     def judge(responses: Iterator[list[Response]], left: list[int], counts: Counts) -> None:

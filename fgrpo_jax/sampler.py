@@ -29,8 +29,8 @@ def make_sampler(
     """stream(params, prompts, key, watch) -> lists of the Responses that have ended since the last.
 
     Prompts are this host's, and each of the N responses of prompt p has a row p * N + n. Results
-    depend neither on slots nor on the order of prompts or the mesh. `watch` is called after each
-    chunk of the loop, and may raise to abandon the rest.
+    depend neither on slots nor on the order of prompts or the mesh. `watch` is called before
+    each chunk of the loop and at its end, and may raise to abandon the rest.
 
     Args:
         stopped: (tokens so far, how many of them are new) -> the number of tokens to keep where
@@ -89,6 +89,7 @@ def make_sampler(
         warm.add(layout)
         all_given = groups * layout.group * N
         while now["alive"] or now["given"] < all_given:
+            watch(joined.responses, wanted, joined.tokens, done)
             fill()
             # room for a waiting prompt stays before the clock
             by = min(now["oldest"], now["clock"] - (C if now["given"] < all_given else 0))
@@ -100,8 +101,8 @@ def make_sampler(
             before = now["clock"]
             ended = decode(steps, layout.width(before + steps))
             done += now["clock"] - before
-            watch(joined.responses, wanted, joined.tokens, done)
             yield ended
+        watch(joined.responses, wanted, joined.tokens, done)
 
     return stream
 

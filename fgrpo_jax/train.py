@@ -63,8 +63,8 @@ def _train(c: Config, workdir: pathlib.Path, console: Console, dog: Watchdog) ->
 
         def look(*progress: int) -> None:
             notice.poll()
-            dog.point()
             bar.watch(*progress)
+            dog.point()
 
         @contextlib.contextmanager
         def keeping(step: int) -> Iterator[None]:

@@ -11,7 +11,6 @@ import dataclasses
 import faulthandler
 import json
 import os
-import pathlib
 import socket
 import sys
 import threading
@@ -21,8 +20,6 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
-import jax
-
 from fgrpo_jax import Preempted, StorageError, UserError, distributed
 
 BEAT = 2.0  # seconds between notes
@@ -31,7 +28,6 @@ SILENT = 25.0  # without a new note, after which a process is gone
 SILENT_AFTER_FAILURE = 6.0
 GRACE = 8.0  # for a process to end by itself after another has failed
 DISKS = ("checkpoint", "profile", "finish")  # stages whose time is that of one process's disk
-JAX = str(pathlib.Path(jax.__file__).parent)
 
 
 @dataclasses.dataclass
@@ -44,7 +40,6 @@ class Note:
     stage: str = "start"
     limited: bool = False  # a stage that an earlier step had, so that it is compiled, and no disk's
     signs: int = 0  # of life within a stage
-    waits: bool = False  # in JAX: for its devices, or for the other processes
     failed: str = ""
     left: bool = False  # it is done
 
@@ -71,7 +66,7 @@ class Peers:
     def __init__(self, me: int, count: int, lag: float, stall: float):
         self.me, self.count, self.lag, self.stall = me, count, lag, stall
         self._beats: dict[int, tuple[int, float]] = {}  # last beat and when it came
-        self._held: dict[int, tuple[tuple[int, int], float]] = {}  # how far, and since when alone
+        self._held: dict[int, tuple[tuple[int, int], float]] = {}  # how far, and since when behind
         self._furthest = (-1, 0.0)  # points of the first, and when it came there
         self._failed_at = 0.0
 
@@ -106,14 +101,11 @@ class Peers:
         return None
 
     def _stuck(self, now: float, notes: dict[int, Note], going: dict[int, Note]) -> Verdict | None:
-        """One that does not move, where others are ahead of it, or all others wait in JAX."""
         furthest = max(note.points for note in notes.values())
         for p, note in going.items():
-            alone = not note.waits and len(notes) > 1
-            alone &= all(other.waits or other.ended for q, other in notes.items() if q != p)
             place = (note.points, note.signs)
             held, since = self._held.get(p, (place, now))
-            if place != held or not (note.points < furthest or alone):
+            if place != held or note.points == furthest:
                 self._held[p] = place, now
                 continue
             self._held[p] = held, since
@@ -121,8 +113,7 @@ class Peers:
             if self.lag and limit and now - since > limit:
                 key = "watchdog.lag" if note.limited else "watchdog.stall"
                 why = f"is stuck: for {now - since:.0f} s it has been in {note.stage}, where the "
-                why += f"others have gone on or wait for it ({key})"
-                return Verdict(p, note.host, why)
+                return Verdict(p, note.host, f"{why}others have gone on ({key})")
         return None
 
     def _standing(
@@ -157,7 +148,6 @@ class Watchdog:
         self._note = Note(socket.gethostname())
         self._passed: set[str] = set()
         self._known: set[str] = set()
-        self._main = threading.get_ident()
         self._error: BaseException | None = None
         self._failed: list[Verdict] = []  # of the others
         self._done = threading.Event()
@@ -165,8 +155,9 @@ class Watchdog:
         self._asking = ThreadPoolExecutor(1)  # a coordinator that was stopped never answers
 
     def point(self, stage: str = "") -> None:
-        """All processes must come by equally often. What follows is called `stage`, if it is said,
-        or goes on with the last one."""
+        """All processes must come by equally often, each before it waits for the others: one that
+        is stuck is told by having passed fewer. What follows is called `stage`, if it is said, or
+        goes on with the last one."""
         stage = stage or self._note.stage
         self._passed.add(stage)
         self._note.stage = stage
@@ -180,8 +171,6 @@ class Watchdog:
     def _exchange(self) -> dict[int, Note]:
         self._note.beat += 1
         self._note.signs = self.signs()
-        frame = sys._current_frames().get(self._main)
-        self._note.waits = frame is not None and frame.f_code.co_filename.startswith(JAX)
         mine = json.dumps(dataclasses.asdict(self._note))
         board = distributed.exchange("watchdog", mine)
         return {p: Note(**json.loads(text)) for p, text in board.items()}

@@ -2,7 +2,6 @@ import dataclasses
 import json
 import threading
 
-import jax
 import pytest
 
 from fgrpo_jax import distributed, watchdog
@@ -30,12 +29,6 @@ class Gang:
             if why := self.peers.verdict(self.now, dict(self.notes)):
                 return str(why), self.now - begun
         return "", seconds
-
-    def stop(self, wait):
-        """Nothing moves any more; those named wait in JAX."""
-        for p in self.notes:
-            self.change(p, waits=p in wait)
-        return self.run(2 * STALL, still=[0, 1, 2])
 
     def change(self, p, **changes):
         self.notes[p] = dataclasses.replace(self.notes[p], **changes)
@@ -69,23 +62,6 @@ def test_a_stuck_process_is_named_and_not_those_that_wait_for_it():
     why, seconds = gang.run(100, still=[0, 1, 2])
     assert "process 1 on host1 is stuck: for 3" in why and "it has been in scoring" in why
     assert LAG - BEAT <= seconds <= LAG + 2 * BEAT < 60
-
-
-def test_one_that_holds_up_those_who_wait_in_jax_is_named():
-    """It has passed as many points as they: it is stuck behind the last one."""
-    gang = Gang()
-    gang.run(100)
-    why, seconds = gang.stop(wait=[0, 2])
-    assert "process 1 on host1 is stuck" in why and "watchdog.lag" in why
-    assert LAG - BEAT <= seconds <= LAG + 2 * BEAT
-
-
-@pytest.mark.parametrize("wait", [[], [0], [0, 1, 2]])
-def test_where_nobody_can_be_blamed_the_run_may_stand_longer(wait):
-    gang = Gang()
-    gang.run(100)
-    why, seconds = gang.stop(wait)
-    assert why.startswith("the run has not gone on") and seconds >= STALL - BEAT
 
 
 def test_the_first_time_of_a_stage_may_take_long():
@@ -197,19 +173,6 @@ def test_a_coordinator_that_does_not_answer_for_a_moment(monkeypatch, capfd, fai
     with dog:
         assert ended.wait(3) == bites
     assert ("process 0 on the first host does not answer" in capfd.readouterr().err) == bites
-
-
-def test_it_knows_who_waits_in_jax():
-    dog = Watchdog(LAG, STALL)
-    dog._exchange()
-    assert not dog._note.waits
-    busy = jax.jit(lambda x: jax.lax.fori_loop(0, 3000, lambda _, x: jax.numpy.sin(x @ x), x))
-    x = jax.block_until_ready(busy(jax.numpy.ones((300, 300))))
-    thread = threading.Timer(0.3, dog._exchange)
-    thread.start()
-    while thread.is_alive():
-        jax.block_until_ready(busy(x))
-    assert dog._note.waits
 
 
 def test_a_stage_is_known_once_a_step_had_it():
