@@ -19,7 +19,10 @@ import pytest
 from conftest import FAULTS
 from test_main import ENVIRONMENT, ROOT, checkpoint_sums, command, metrics
 
-SETTINGS = "steps=8 checkpoint.every=2 eval.every=3 rollout.max_response=20".split()
+SETTINGS = (
+    "steps=8 checkpoint.every=2 eval.every=3 rollout.max_response=20 rollout.prompts=8 "
+    "algo.group_size=8"
+).split()
 SCRIPT = ROOT / "tpu_scripts/run_with_restart.sh"
 
 
