@@ -6,7 +6,7 @@ import math
 import pathlib
 import resource
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -46,22 +46,30 @@ def rollout_metrics(rollouts: Rollouts) -> dict[str, float]:
     }
 
 
+FIELDS = ("reward", "groups_mixed", "skipped", "wall_s", "cpu_s")  # of steps, that are read again
+
+
 class Journal:
     """A JSON Lines file of records that each have a "step"; appended to, and cut on resume.
 
     The main process reads and writes; the others are told what there was.
     """
 
-    def __init__(self, path: pathlib.Path, step: int, remember: bool = True):
+    def __init__(
+        self, path: pathlib.Path, step: int, fields: Sequence[str] = (), remember: bool = True
+    ):
         """Keeps the records up to `step`: those after it will be written again. The last line may
         be what a killed process was writing; UserError where another one is no record.
 
+        fields: what each record must have.
         remember: whether `records` grows with what is written.
         """
         self.path, self.remember = path, remember
         self.records: list[dict[str, Any]] = []
         if distributed.is_main():
-            self.records = [record for record in read_records(path) if record["step"] <= step]
+            self.records = [
+                record for record in read_records(path, fields) if record["step"] <= step
+            ]
             storage.write(path, "".join(json.dumps(record) + "\n" for record in self.records))
         self.records = distributed.from_main(self.records)
 
@@ -89,7 +97,7 @@ def _plain(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def read_records(path: pathlib.Path) -> list[dict[str, Any]]:
+def read_records(path: pathlib.Path, fields: Sequence[str] = ()) -> list[dict[str, Any]]:
     """Those of a journal that no process writes to."""
     records = []
     lines = jsons.read_lines(path)
@@ -98,6 +106,8 @@ def read_records(path: pathlib.Path) -> list[dict[str, Any]]:
             record = jsons.parse(line)
             if not isinstance(record, dict) or type(record.get("step")) is not int:
                 raise ValueError("it has no step")
+            if lacks := [name for name in fields if name not in record]:
+                raise ValueError(f"it has no {lacks[0]}")
         except ValueError as error:
             if number == len(lines):
                 break

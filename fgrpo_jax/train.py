@@ -51,8 +51,8 @@ def _train(c: Config, workdir: pathlib.Path, console: Console, dog: Watchdog) ->
         parts, state = build(c, workdir, console, stack, watch, adapter_key)
         dog.signs = parts.answered
         first_step, draws, gamma = int(state.step), int(state.draws), c.algo.focal_gamma
-        log = metrics.Journal(workdir / "metrics.jsonl", first_step, remember=False)
-        evals = metrics.Journal(workdir / "evals.jsonl", first_step)
+        log = metrics.Journal(workdir / "metrics.jsonl", first_step, metrics.FIELDS, remember=False)
+        evals = metrics.Journal(workdir / "evals.jsonl", first_step, ("pass@1", "by_kind"))
         recorded = lambda: metrics.best(evals.records, c.checkpoint.best, parts.checkpoints.steps)
         parts.checkpoints.best = recorded()["step"]
         guard = Guard(c, workdir / "bad_batch", log.records, console.print)

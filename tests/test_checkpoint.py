@@ -338,6 +338,14 @@ def test_a_reader_that_fails_alike_at_all_sets_none_aside(tmp_path, monkeypatch)
     assert {path.name for path in (tmp_path / "c").iterdir()} == {"3", "6"}
 
 
+def test_a_record_without_what_is_read_again_is_none(tmp_path):
+    from fgrpo_jax.metrics import Journal
+
+    (tmp_path / "m.jsonl").write_text('{"step": 1}\n{"step": 2, "reward": 1.0}\n')
+    with pytest.raises(UserError, match="m.jsonl, line 1 is no record of a run"):
+        Journal(tmp_path / "m.jsonl", 2, ("reward",))
+
+
 def test_every_flipped_bit_changes_the_checksum():
     x = jnp.arange(6, dtype=jnp.float32).reshape(2, 3)
     plain = checksums({"x": x})["x"]

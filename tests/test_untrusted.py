@@ -755,10 +755,10 @@ def test_golds_that_look_like_markup_are_shown_as_they_are():
 
 
 @pytest.mark.parametrize("kind", [r"$\frac{$", "$$", "$", r"\$", "x" * 100_000])
-def test_kinds_that_look_like_formulas_are_drawn(tmp_path, kind):
+def test_kinds_that_look_like_formulas_are_drawn(kind):
     evaluation = {"step": 0, "pass@1": 0.5, "by_kind": {kind: 0.5}}
-    report.draw(tmp_path / "a.png", "title", [], [evaluation, evaluation], 1)
-    assert (tmp_path / "a.png").stat().st_size
+    png = report.draw("title", [], [evaluation, evaluation], 1)
+    assert png.startswith(b"\x89PNG")
 
 
 # ---- what a run reads back
