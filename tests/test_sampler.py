@@ -307,7 +307,8 @@ def test_responses_stream_as_they_end(policy, params):
     assert seen[-1][:2] == (44, 44)
     assert seen[-1][2] == sum(len(r.tokens) for part in parts for r in part)
     assert seen[-1][2] / 6 <= seen[-1][3] < 2 * seen[-1][2] / 6  # steps of six slots
-    assert [responses for responses, *_ in seen] == np.cumsum([len(p) for p in parts]).tolist()
+    ended = np.cumsum([0, *(len(p) for p in parts)])  # before each chunk, and at the end
+    assert [responses for responses, *_ in seen] == ended.tolist()
 
     def stop(*_):
         raise KeyboardInterrupt
