@@ -13,7 +13,7 @@ import numpy as np
 
 from fgrpo_jax import distributed, sharding, storage
 from fgrpo_jax.adapters import Lora
-from fgrpo_jax.tokenizer import read_json
+from fgrpo_jax.jsons import read_json
 from fgrpo_jax.weights import hf_names, hf_shape
 
 FILE = 4 << 30  # most bytes of a written file
