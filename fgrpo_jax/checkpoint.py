@@ -29,7 +29,8 @@ from fgrpo_jax.manifest import Damaged, checksums
 from fgrpo_jax.structs import TrainState
 
 PAUSES = (1.0, 4.0, 16.0)  # seconds between tries at a storage that refuses
-ANOTHER = "give another --workdir or checkpoint.folder"
+ANOTHER = "another --workdir or checkpoint.folder"
+THE_MODEL = f"give the model that the run began with, or {ANOTHER}"
 _PARTIAL = ".partial"  # a folder that is being written or removed; in a bucket, a mark beside it
 _OURS = re.compile(r"(\d+|probe)\.partial(\..*)?")  # orbax puts more behind a name
 
@@ -113,7 +114,7 @@ class Checkpoints:
         if state is None and (damaged or any(".bad" in name for name in names)):
             raise UserError(
                 f"{self.folder} holds only damaged checkpoints (*.bad): put a whole one back, "
-                f"remove them to begin anew, or {ANOTHER}"
+                f"remove them to begin anew, or give {ANOTHER}"
             )
         return state
 
@@ -146,19 +147,18 @@ class Checkpoints:
         differ = workdirs.differences(manifest["keys"], self.keys)
         if differ:
             raise UserError(
-                f"{path} is of a run of another config; it differs in {differ}: {ANOTHER}"
+                f"{path} is of a run of another config; it differs in {differ}: give {ANOTHER}"
             )
         if manifest["beside"] != self.beside:
             raise UserError(
-                f"{path} holds adapters of other weights than model.path has now: give the model "
-                f"that the run began with, or another --workdir or checkpoint.folder"
+                f"{path} holds adapters of other weights than model.path has now: {THE_MODEL}"
             )
         for name in [*leaves, *manifest["leaves"]]:
             there, here = (of.get(name, "none") for of in (manifest["leaves"], leaves))
             if there != here:
                 raise UserError(
-                    f"{path} is of another model: {name} is {there} there and {here} here; give "
-                    f"the model that the run began with, or another --workdir or checkpoint.folder"
+                    f"{path} is of another model: {name} is {there} there and {here} here; "
+                    f"{THE_MODEL}"
                 )
 
     def _write(self, state: TrainState, step: int) -> None:
@@ -186,9 +186,9 @@ class Checkpoints:
                     (path / manifests.NAME).write_text(manifests.sealed(manifest))
                     mark.unlink()
                 else:
-                    manifest["files"] = manifests.files(partial)
-                    (partial / manifests.NAME).write_text(manifests.sealed(manifest))
+                    manifests.write(partial, manifest)
                     partial.rename(path)
+                    storage.settle(self.folder)
             except Exception:
                 local = distributed.is_main() and not self._bucket  # a bucket's waits for the start
                 for _ in range(5 if local else 0):

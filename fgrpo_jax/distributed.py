@@ -55,12 +55,17 @@ def leave(code: int) -> NoReturn:
     sys.exit(code)
 
 
+def _board() -> Any:
+    """The client of the coordinator's, which keeps words and barriers."""
+    return jax_distributed.global_state.client
+
+
 def exchange(topic: str, mine: str) -> dict[int, str]:
     """Puts this host's word of a topic on the coordinator's board, in place of its last one, and
     reads those that are there, by host. Nobody waits for another."""
     if jax.process_count() == 1:
         return {0: mine}
-    board: Any = jax_distributed.global_state.client
+    board = _board()
     board.key_value_set(f"fgrpo_jax/{topic}/{host()}", mine, allow_overwrite=True)
     words = board.key_value_dir_get(f"fgrpo_jax/{topic}/")
     return {int(key.rpartition("/")[2]): word for key, word in words}
@@ -70,7 +75,7 @@ def together(what: str, seconds: float = 10.0) -> bool:
     """Whether all hosts come here within so many seconds. What they come for is named once."""
     if jax.process_count() == 1:
         return True
-    board: Any = jax_distributed.global_state.client
+    board = _board()
     try:
         board.wait_at_barrier(f"fgrpo_jax/{what}", int(1000 * seconds))
     except jax.errors.JaxRuntimeError:
@@ -82,7 +87,7 @@ def agree(facts: dict[str, Any]) -> None:
     """UserError on every host, where the facts are not the same on all; it names the first."""
     if jax.process_count() == 1:
         return
-    board: Any = jax_distributed.global_state.client
+    board = _board()
     board.key_value_set(f"fgrpo_jax/facts/{host()}", json.dumps(facts))
     words = [
         json.loads(board.blocking_key_value_get(f"fgrpo_jax/facts/{p}", AGREE_MS))

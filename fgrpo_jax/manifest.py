@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from etils import epath
 
-from fgrpo_jax import jsons, sharding
+from fgrpo_jax import jsons, sharding, storage
 
 NAME = "manifest.json"
 KEYS = {"keys", "leaves", "checksums", "beside", "files"}
@@ -39,6 +39,14 @@ def read(path: epath.Path) -> dict[str, Any]:
     except (FileNotFoundError, NotADirectoryError, ValueError, KeyError, TypeError, AttributeError):
         pass
     raise Damaged(f"its {NAME} is missing or garbled")
+
+
+def write(path: epath.Path, manifest: dict[str, Any]) -> None:
+    """Seals a local checkpoint, and returns when all of it is on the disk itself."""
+    (path / NAME).write_text(sealed(manifest | {"files": files(path)}))
+    for folder, _, names in os.walk(path):
+        for name in (*names, "."):
+            storage.settle(os.path.join(folder, name))
 
 
 def files(path: epath.Path) -> dict[str, list[int]]:

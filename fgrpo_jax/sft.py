@@ -124,8 +124,13 @@ def train(c: Config, workdir: pathlib.Path, console: Console) -> None:
     out = pathlib.Path(c.sft.out)
     if out.exists() and not (out / "config.json").exists():
         raise UserError(f"sft.out is {out}: it exists and is no model folder, give another")
-    workdirs.check(c, workdir)
-    workdirs.claim(c, workdir)
+    with workdirs.locked(workdir):
+        workdirs.check(c, workdir)
+        workdirs.claim(c, workdir)
+        _train(c, workdir, out, console)
+
+
+def _train(c: Config, workdir: pathlib.Path, out: pathlib.Path, console: Console) -> None:
     folder = workdir / "start"
     new_folder(c, folder)
     tokenizer = tokenizers.load(folder)

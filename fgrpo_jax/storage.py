@@ -82,6 +82,15 @@ def write(path: pathlib.Path, content: str | bytes) -> None:
             raise
 
 
+def settle(path: str | os.PathLike[str]) -> None:
+    """Returns when what a file or folder holds would outlast a loss of power."""
+    number = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(number)
+    finally:
+        os.close(number)
+
+
 def append(path: pathlib.Path, line: str) -> None:
     """Adds to a file that `write` began. Raises StorageError."""
     with at(path), path.open("a") as file:

@@ -53,8 +53,11 @@ def _train(c: Config, workdir: pathlib.Path, console: Console, dog: Watchdog) ->
         first_step, draws, gamma = int(state.step), int(state.draws), c.algo.focal_gamma
         log = metrics.Journal(workdir / "metrics.jsonl", first_step, metrics.FIELDS, remember=False)
         evals = metrics.Journal(workdir / "evals.jsonl", first_step, ("pass@1", "by_kind"))
-        recorded = lambda: metrics.best(evals.records, c.checkpoint.best, parts.checkpoints.steps)
-        parts.checkpoints.best = recorded()["step"]
+
+        def best_of(steps: list[int]) -> dict[str, Any]:
+            return metrics.best(evals.records, c.checkpoint.best, steps)
+
+        parts.checkpoints.best = best_of(parts.checkpoints.steps)["step"]
         guard = Guard(c, workdir / "bad_batch", log.records, console.print)
         ends = c.guard.on_recompile == "end"
         recompiles = stack.enter_context(Recompiles(ends, console.print))
@@ -85,10 +88,7 @@ def _train(c: Config, workdir: pathlib.Path, console: Console, dog: Watchdog) ->
                     params = parts.decode_params(state.params)
                     result = parts.evaluate(params, eval_key, step, look)
                 evals.write({"step": step, **result})
-            with_this = {*parts.checkpoints.steps, step}
-            parts.checkpoints.best = metrics.best(evals.records, c.checkpoint.best, with_this)[
-                "step"
-            ]
+            parts.checkpoints.best = best_of([*parts.checkpoints.steps, step])["step"]
             if parts.checkpoints.best == step:
                 with watch("checkpoint"):
                     parts.checkpoints.save(state, step)
@@ -151,7 +151,7 @@ def _train(c: Config, workdir: pathlib.Path, console: Console, dog: Watchdog) ->
         **clock.read(),
     }
     if c.checkpoint.best:
-        summary["best"] = recorded()
+        summary["best"] = best_of(parts.checkpoints.steps)
     if distributed.is_main():
         storage.write(workdir / "summary.json", json.dumps(summary, indent=1) + "\n")
         title = f"{c.algo.name}, gamma {c.algo.focal_gamma:g}, N {c.algo.group_size}"

@@ -60,6 +60,15 @@ class Verdict(NamedTuple):
         return f"{who} {self.why}"
 
 
+def failures(notes: dict[int, Note], me: int) -> list[Verdict]:
+    """Of the processes but this one."""
+    return [
+        Verdict(p, note.host, f"failed: {note.failed}")
+        for p, note in notes.items()
+        if note.failed and p != me
+    ]
+
+
 class Peers:
     """What the notes of all processes mean to one of them, by its clock in seconds."""
 
@@ -95,10 +104,8 @@ class Peers:
         return None
 
     def _has_failed(self, now: float, failed: dict[int, Note]) -> Verdict | None:
-        for p, note in failed.items():
-            if p != self.me and now - self._failed_at > GRACE:
-                return Verdict(p, note.host, f"failed: {note.failed}")
-        return None
+        others = failures(failed, self.me)
+        return others[0] if others and now - self._failed_at > GRACE else None
 
     def _stuck(self, now: float, notes: dict[int, Note], going: dict[int, Note]) -> Verdict | None:
         furthest = max(note.points for note in notes.values())
@@ -193,11 +200,7 @@ class Watchdog:
                 answered = time.monotonic()
                 verdict = peers.verdict(answered, notes)
                 others = {p: note for p, note in notes.items() if p != me}
-                self._failed = [
-                    Verdict(p, note.host, f"failed: {note.failed}")
-                    for p, note in others.items()
-                    if note.failed
-                ]
+                self._failed = failures(notes, me)
                 if sum(note.ended for note in others.values()) == peers.count - 1:
                     self._others_ended.set()
             if verdict and not self._done.is_set():

@@ -2,11 +2,12 @@
 
 FAULT happens in one process when it has done so many steps, if there is no file ONCE, which it
 makes: kill, stop (signals to itself), raise, user (a UserError), exit, stuck (asleep while its
-other threads go on), deaf (stuck, and no thread of it can run). With "@rollout" behind, it happens
-between two decode chunks of the next step.
+other threads go on), deaf (stuck, and no thread of it can run), full (its next save is refused).
+With "@rollout" behind, it happens between two decode chunks of the next step.
 """
 
 import ctypes
+import errno
 import os
 import pathlib
 import runpy
@@ -38,6 +39,10 @@ def faulty_watch(self, *progress):
         fail()
 
 
+def refuse(*arguments, **settings):
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
 def fail():
     if done != step:
         return
@@ -54,6 +59,10 @@ def fail():
         raise UserError("a mistake on purpose: mend it")
     if fault == "exit":
         os._exit(3)
+    if fault == "full":
+        from orbax.checkpoint import v1 as ocp
+
+        ocp.save_checkpointables = refuse
     if fault == "stuck":
         time.sleep(1000)
     if fault == "deaf":

@@ -1,3 +1,4 @@
+import contextlib
 import dataclasses
 import errno
 import importlib.util
@@ -5,6 +6,8 @@ import json
 import os
 import pathlib
 import shutil
+import sys
+import threading
 
 import jax
 import jax.numpy as jnp
@@ -161,6 +164,68 @@ def test_only_damaged_ones_are_no_new_beginning(tmp_path):
         with pytest.raises(UserError, match=r"c holds only damaged checkpoints \(\*.bad\): put a"):
             restored(tmp_path / "c")
         assert names(tmp_path / "c") == ["3.bad"]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_all_of_it_is_on_the_disk_itself_before_it_has_its_name(tmp_path, monkeypatch):
+    settled, sync = [], os.fsync
+    monkeypatch.setattr(
+        os, "fsync", lambda n: (settled.append(os.readlink(f"/proc/self/fd/{n}")), sync(n))
+    )
+    saved(tmp_path / "c", [3])
+    there = [path.relative_to(tmp_path / "c/3") for path in (tmp_path / "c/3").rglob("*")]
+    assert len(there) > 10
+    assert {str(tmp_path / "c/3.partial" / path) for path in there} <= set(settled[:-1])
+    assert settled[-1] == str(tmp_path / "c")
+
+
+CHANGES = {"open", "os.mkdir", "os.rename", "os.remove", "os.rmdir"}
+WATCHED: dict[str, pathlib.Path] = {}  # the folder, and the one that gets copies of it
+COPYING = threading.Lock()  # orbax writes in threads of its own
+HERE = threading.local()
+
+
+def copy_before(event, arguments):
+    """Keeps what a kill would leave before each change of the folder."""
+    if not WATCHED or event not in CHANGES or getattr(HERE, "copies", False):
+        return
+    if event == "open" and arguments[1] in ("r", None):  # None: a folder's
+        return
+    with COPYING, contextlib.suppress(shutil.Error):  # tensorstore renames meanwhile
+        HERE.copies = True
+        copy = WATCHED["copies"] / f"{len(names(WATCHED['copies'])):03}"
+        shutil.copytree(WATCHED["folder"], copy)
+    HERE.copies = False
+
+
+def test_a_kill_before_any_change_of_a_save_or_removal_leaves_whole_ones(tmp_path, capsys):
+    """The one before stays until the new one is whole, and the best until a better one is."""
+    checkpoints = saved(tmp_path / "c", [3], keep=1)
+    checkpoints.best = 3
+    checkpoints.save(state(6), 6)
+    (tmp_path / "copies").mkdir()
+    sys.addaudithook(copy_before)  # for good: there is no taking it away
+    WATCHED.update(folder=tmp_path / "c", copies=tmp_path / "copies")
+    try:
+        checkpoints.save(state(9), 9)
+        better = len(names(tmp_path / "copies"))
+        checkpoints.best = 9
+        checkpoints.save(state(9), 9)
+    finally:
+        WATCHED.clear()
+    newest = []
+    for i, name in enumerate(names(tmp_path / "copies")):
+        again = Checkpoints(str(tmp_path / "copies" / name), 1)
+        found = again.restore(abstract())
+        assert found is not None and not capsys.readouterr().err
+        equal(found, state(again.newest))
+        assert names(again.folder) == [str(step) for step in again.steps]
+        for path in again.folder.iterdir():  # the older ones are whole too
+            manifest.check_files(path, manifest.read(path)["files"])
+        assert i > better or again.steps[0] == 3
+        newest.append(again.newest)
+    assert newest == sorted(newest) and set(newest) == {6, 9}
+    assert 10 < better < len(newest) - 10
 
 
 def test_what_a_killed_save_or_removal_left_is_cleared_away(tmp_path, capsys):

@@ -1,12 +1,11 @@
 import signal
-import socket
 import subprocess
 import time
 
 import jax
 import numpy as np
 import pytest
-from test_main import ENVIRONMENT, ROOT, command, metrics
+from test_main import ENVIRONMENT, ROOT, command, hosts, metrics
 
 from fgrpo_jax import distributed, sharding
 
@@ -27,20 +26,13 @@ def test_on_one_host_each_move_is_the_plain_one():
 
 def two_processes(workdir, *settings):
     """Popen objects of a run on two hosts of one device."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    hosts = {"JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{port}", "JAX_NUM_PROCESSES": "2"}
     return [
         subprocess.Popen(
-            command(workdir, *settings),
-            cwd=ROOT,
-            env={**ENVIRONMENT, **hosts, "JAX_PROCESS_ID": str(i)},
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
+            command(workdir, *settings), cwd=ROOT, env=environment,
+            stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
         )
-        for i in range(2)
-    ]
+        for environment in hosts(2)
+    ]  # fmt: skip
 
 
 def test_two_processes_train_as_one(tmp_path):

@@ -9,7 +9,6 @@ import random
 import re
 import shutil
 import signal
-import socket
 import statistics
 import subprocess
 import sys
@@ -17,11 +16,11 @@ import time
 
 import pytest
 from conftest import FAULTS
-from test_main import ENVIRONMENT, ROOT, checkpoint_sums, command, metrics
+from test_main import ENVIRONMENT, ROOT, checkpoint_sums, command, hosts, metrics
 
 SETTINGS = (
     "steps=8 checkpoint.every=2 eval.every=3 rollout.max_response=20 rollout.prompts=8 "
-    "algo.group_size=8"
+    "algo.group_size=8 checkpoint.keep=1 checkpoint.best=pass@1"
 ).split()
 SCRIPT = ROOT / "tpu_scripts/run_with_restart.sh"
 
@@ -33,6 +32,7 @@ def evaluations(workdir):
 def same_run(workdir, whole, last):
     assert metrics(workdir) == metrics(whole)
     assert evaluations(workdir) == evaluations(whole)
+    assert committed(workdir) == committed(whole)  # the last, and the best
     assert checkpoint_sums(workdir, last) == checkpoint_sums(whole, last)
     policies = [(w / "policy/model.safetensors").read_bytes() for w in (workdir, whole)]
     assert policies[0] == policies[1]
@@ -77,7 +77,7 @@ def test_all_that_a_run_learns_and_counts_is_resumed(tmp_path):
     of the loss, the typical norm, the best checkpoint: three processes end where one does."""
     settings = [
         *SETTINGS, sources(tmp_path), "algo.aggregator=lambda_grpo", "learn.epochs=2",
-        "checkpoint.best=pass@1", "checkpoint.keep=1", "eval.every=1", "guard.spike=1000",
+        "eval.every=1", "guard.spike=1000",
         "optim.decay_start=3", "optim.decay_end=9", "checkpoint.every=3",
     ]  # fmt: skip
     for name, ends in (("one", [6]), ("three", [1, 4, 6])):
@@ -90,18 +90,12 @@ def test_all_that_a_run_learns_and_counts_is_resumed(tmp_path):
     records = metrics(tmp_path / "one")
     assert len({record["lambda"] for record in records}) >= 3
     assert records[5]["lr"] < records[3]["lr"] < records[2]["lr"]
-    best = [
-        json.loads((tmp_path / n / "summary.json").read_text())["best"] for n in ("one", "three")
-    ]
-    assert (
-        best[0]
-        == best[1]
-        == max(
-            ({"step": e["step"], "pass@1": e["pass@1"]} for e in evaluations(tmp_path / "one")),
-            key=lambda e: (e["pass@1"], -e["step"]),
-        )
-    )
-    assert {best[0]["step"], 6} == {*committed(tmp_path / "one"), *committed(tmp_path / "three")}
+    for name in ("one", "three"):
+        best = json.loads((tmp_path / name / "summary.json").read_text())["best"]
+        passes = {e["step"]: e["pass@1"] for e in evaluations(tmp_path / name)}
+        first = min(step for step in passes if passes[step] == max(passes.values()))
+        assert best == {"step": first, "pass@1": passes[first]}
+        assert {first, 6} == set(committed(tmp_path / name))
 
 
 def in_save(workdir, begun):
@@ -120,13 +114,26 @@ def in_steps(workdir, begun):
     return file.exists() and cut.exists() and file.stat().st_mtime > max(begun, cut.stat().st_mtime)
 
 
-MOMENTS = {"any time": None, "a save": in_save, "an evaluation": in_evaluation, "steps": in_steps}
+def in_removal(workdir, begun):
+    """Of a checkpoint that is older than the newest whole one."""
+    partial, whole = workdir.glob("checkpoints/*.partial"), committed(workdir)
+    return bool(whole) and any(
+        path.stem.isdigit() and int(path.stem) < whole[-1] for path in partial
+    )
+
+
+MOMENTS = {
+    "any time": None,
+    "a save": in_save,
+    "a removal": in_removal,
+    "an evaluation": in_evaluation,
+    "steps": in_steps,
+}
 
 
 def killed_once(workdir, moment, delay):
-    """Starts the run and kills it so many seconds after the moment; the step it began from, the
-    seconds to the first new line of its metrics (None: there was none), and whether it ended
-    before."""
+    """Starts the run and kills it so many seconds after the moment; the seconds to the first new
+    line of its metrics (None: there was none), and in which moment (None: it ended before)."""
     before = committed(workdir)
     begun, wall = time.monotonic(), time.time()
     process = subprocess.Popen(
@@ -148,9 +155,11 @@ def killed_once(workdir, moment, delay):
     _, err = process.communicate()
     assert process.returncode in (0, -signal.SIGKILL), err
     assert "damaged" not in err, err  # a kill leaves whole checkpoints, or none of that step
+    if moment == "a removal" and not in_removal(workdir, wall):
+        moment = "steps"  # it was over
     after = committed(workdir)
     assert not before or after[-1] >= before[-1]  # never fewer than were committed
-    return resumed, process.returncode == 0
+    return resumed, moment if process.returncode else None
 
 
 def series(kills, seed, folder, whole):
@@ -161,10 +170,11 @@ def series(kills, seed, folder, whole):
     here = folder / "0"
     while done < kills or (here.exists() and not (here / "summary.json").exists()):
         moment = list(MOMENTS)[done % len(MOMENTS)] if done < kills else "any time"
-        delay = rng.uniform(0, seconds if moment == "any time" else 0.3 * seconds * rng.random())
-        resumed, ended = killed_once(here, moment, delay if done < kills else 1e9)
+        most = {"any time": seconds, "a removal": 0.004}.get(moment, 0.3 * seconds * rng.random())
+        delay = rng.uniform(0, most) if done < kills else 1e9
+        resumed, moment = killed_once(here, moment, delay)
         resumes += [resumed] if resumed else []
-        if ended:
+        if moment is None:
             same_run(here, workdir, 8)
             finished += 1
             here = folder / str(finished)
@@ -190,21 +200,6 @@ def test_killed_fifty_times_at_random_moments(whole, tmp_path):
 
 
 GANG = "steps=6 checkpoint.every=2 eval.every=0 learn.minibatch=4".split()
-
-
-def hosts(count):
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    return [
-        {
-            **ENVIRONMENT,
-            "JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{port}",
-            "JAX_NUM_PROCESSES": str(count),
-            "JAX_PROCESS_ID": str(i),
-        }
-        for i in range(count)
-    ]
 
 
 def gang(workdir, *settings, count=2):
@@ -270,6 +265,7 @@ WORDS = {  # what somebody must say, of the process and of the fault
     "raise": r"process {p} on \S+ failed: RuntimeError: a fault on purpose",
     "stuck": r"process {p} on \S+ is stuck: for \d+ s it has been in",
     "deaf": r"process {p} on \S+ has not been heard of",
+    "full": r"process {p} on \S+ failed: checkpoint \S+/4: No space left on device; the last",
     "exit": r"process {p} on \S+ has not been heard of",
     "kill 0": r"the leader.*\n(.*\n)*.*process 0 ended with code 137",  # JAX aborts all at once
 }
@@ -289,6 +285,7 @@ STACKS = re.compile(r"most recent call first")
         ("stuck", 1, 2),
         ("stuck@rollout", 1, 2),
         ("deaf", 1, 2),
+        ("full", 1, 2),
         ("exit", 2, 4),
         ("stuck", 3, 4),
     ],

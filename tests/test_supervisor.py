@@ -112,6 +112,13 @@ def test_a_gang_is_killed_and_starts_again_together(script, tmp_path):
         assert second.split()[1] == "3"
 
 
+def test_one_that_does_not_end_with_the_others_is_killed(script, tmp_path):
+    process = supervised(script, tmp_path / "w", "0", "hang 0")
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 0 and "process 1 ended with code 137" in err
+    assert len(starts(tmp_path / "w")) == len(starts(tmp_path / "w", 1)) == 2
+
+
 def test_a_mistake_of_one_ends_all(script, tmp_path):
     process = supervised(script, tmp_path / "w", "1", "2")
     process.communicate(timeout=60)

@@ -8,8 +8,8 @@
 #
 # The command's exit code decides: 0 it is done; 2 a mistake, and 130 a second interrupt, which end
 # this script too; 75 it was asked to stop and has saved, so it starts again, unless this script was
-# asked as well; any other, or a signal, is a fault. The others get 20 s to say what they saw
-# and are killed; then all start again, after 5, 10, 20 s. After three restarts
+# asked as well; any other, or a signal, is a fault. Once one has ended, the others get 20 s to say
+# what they saw and are killed; then all start again, after 5, 10, 20 s. After three restarts
 # without a new checkpoint the script gives up, with the last exit code.
 set -uo pipefail
 
@@ -94,11 +94,11 @@ run_once() { # starts all and waits for all; leaves the code that decides in $co
             wait "${pids[i]}"
             status=$?
             unset "pids[i]"
+            since="${since:-$SECONDS}" # they end well together too
             [ "$status" -ne 0 ] || continue
             [ "$processes" -eq 1 ] || echo "run_with_restart: process $i ended with code $status" >&2
             # the first decides, but for a mistake, which is the same at every start
             if [ "$code" -eq 0 ] || [ "$status" -eq 2 ]; then code=$status; fi
-            since="${since:-$SECONDS}"
         done
         if [ -n "$since" ] && [ $((SECONDS - since)) -ge "$grace" ]; then tell KILL; fi
         [ ${#pids[@]} -eq 0 ] || sleep 0.2
