@@ -12,7 +12,7 @@ import fgrpo_jax
 PACKAGE = pathlib.Path(fgrpo_jax.__file__).parent
 ROWS = [
     "structs sharding storage distributed numerics forms answers timing accelerators hlo batches "
-    "pass_at_k jsons choices",
+    "pass_at_k jsons choices theory",
     "validation fields arithmetic ragged packing sampling preemption products watchdog recompiles",
     "config cautions adapters attention advantages losses kl aggregators shaping tokenizer sources",
     "workdir manifest layers optimizer prompts metrics guard objective estimators selection judge",
