@@ -1,11 +1,12 @@
 """The configuration: every key with its unit and meaning, and one clear sentence a mistake."""
 
 import difflib
+import functools
 import importlib.util
 import json
 import pathlib
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from types import ModuleType
 
 from ml_collections import ConfigDict, config_dict
@@ -186,15 +187,27 @@ def load(path: str, overrides: Sequence[str] = (), methods: Sequence[str] = ()) 
     Raises UserError with one sentence for an unreadable file, an unknown or mistyped key, or
     values that do not fit together.
     """
-    c = _from_file(path)
+    return validate(read(path, overrides, methods))
+
+
+def read(
+    path: str,
+    overrides: Sequence[str] = (),
+    methods: Sequence[str] = (),
+    default: Callable[[], Config] = default,
+) -> Config:
+    """The same, not validated; also of another kind of config, which `default` gives."""
+    c = _from_file(path, default)
     for method in methods:
-        _call(method, "method", "apply", c)
+        _call(method, "method", "apply", default, c)
     for override in overrides:
         _override(c, override)
-    return validate(c)
+    return c
 
 
-def _call(path: str, flag: str, function: str, *arguments: Config) -> Config | None:
+def _call(
+    path: str, flag: str, function: str, default: Callable[[], Config], *arguments: Config
+) -> Config | None:
     """What the function of a Python file that a flag names returns."""
     if not pathlib.Path(path).is_file():
         raise UserError(f"{flag} file {path} does not exist: give --{flag} a Python file")
@@ -208,25 +221,31 @@ def _call(path: str, flag: str, function: str, *arguments: Config) -> Config | N
     except Exception as error:
         reason = str(error).strip().splitlines() or [type(error).__name__]
         key = re.search(r'Key "(\w+)"', reason[0])
-        hint = _nearest(key[1]) if key and isinstance(error, AttributeError | KeyError) else ""
+        hint = (
+            _nearest(key[1], keys(default()))
+            if key and isinstance(error, AttributeError | KeyError)
+            else ""
+        )
         reason = f"{key[1]!r} is not a key" if hint and key else reason[0]
         raise UserError(f"{flag} file {path} cannot be read: {reason}{hint}") from error
 
 
-def _from_file(path: str) -> Config:
-    c = _call(path, "config", "get_config")
+def _from_file(path: str, default: Callable[[], Config]) -> Config:
+    c = _call(path, "config", "get_config", default)
     if not isinstance(c, ConfigDict):
         raise UserError(f"config file {path}: get_config() must return a ConfigDict")
     expected, given = keys(default()).keys(), keys(c).keys()
     for key in sorted(given - expected):
-        raise UserError(f"config file {path}: there is no config key {key!r}{_nearest(key)}")
+        raise UserError(
+            f"config file {path}: there is no config key {key!r}{_nearest(key, expected)}"
+        )
     for key in sorted(expected - given):
         raise UserError(f"config file {path} lacks {key}: begin with config.default()")
     return c
 
 
-def _nearest(key: str) -> str:
-    flat = list(keys(default()))
+def _nearest(key: str, flat: Iterable[str]) -> str:
+    flat = list(flat)
     leaf = {name.split(".")[-1]: name for name in flat}
     close = difflib.get_close_matches(key, flat, 1, 0.5)
     if not close:
@@ -239,18 +258,20 @@ def _override(c: Config, text: str) -> None:
     if not equals:
         raise UserError(f"--config.{text} has no value: write --config.{key}=VALUE")
     if key not in keys(c):
-        raise UserError(f"there is no config key {key!r}{_nearest(key)}")
+        raise UserError(f"there is no config key {key!r}{_nearest(key, keys(c))}")
     *path, leaf = key.split(".")
     node = c
     for name in path:
         node = node[name]
     kind = node.get_type(leaf)
-    read = {bool: _read_bool, tuple: _read_strings}.get(kind, kind)
+    of = type(next(iter(node[leaf]), "")) if kind is tuple else str
+    parse = {bool: _read_bool, tuple: functools.partial(_read_tuple, of)}.get(kind, kind)
     try:
-        may_be_none = keys(default())[key] is None
-        node[leaf] = None if value == "None" and may_be_none else read(value)
+        may_be_none = keys(default()).get(key, "") is None
+        node[leaf] = None if value == "None" and may_be_none else parse(value)
     except (ValueError, KeyError):
-        takes = "a string or a JSON list of strings" if kind is tuple else kind.__name__
+        one = {str: "string", int: "whole number", float: "number"}[of]
+        takes = f"a {one} or a JSON list of {one}s" if kind is tuple else kind.__name__
         raise UserError(f"config key {key} takes {takes}, not {value!r}") from None
 
 
@@ -258,11 +279,11 @@ def _read_bool(text: str) -> bool:
     return {"true": True, "false": False}[text.lower()]
 
 
-def _read_strings(text: str) -> tuple[str, ...]:
-    """A JSON list of strings, or one string as it is."""
+def _read_tuple(of: type, text: str) -> tuple[object, ...]:
+    """A JSON list of strings or numbers, or one as it is."""
     if not text.startswith("["):
-        return (text,) if text else ()
-    strings = json.loads(text)
-    if not all(isinstance(string, str) for string in strings):
+        return (of(text),) if text else ()
+    found = json.loads(text)
+    if not all(type(one) is of or (of is float and type(one) is int) for one in found):
         raise ValueError(text)
-    return tuple(strings)
+    return tuple(of(one) for one in found)

@@ -18,9 +18,14 @@ from fgrpo_jax.config import Config
 Job = Callable[[Config, pathlib.Path, Console], object]
 
 
-def run(job: Job, description: str, argv: Sequence[str]) -> int:
+def run(
+    job: Job,
+    description: str,
+    argv: Sequence[str],
+    load: Callable[..., Config] = config.load,
+) -> int:
     """Reads the flags, runs the job, returns the exit code: 0 done, 2 a mistake of the user's,
-    74 a disk or bucket refused, 75 asked to stop, and saved."""
+    74 a disk or bucket refused, 75 asked to stop, and saved. `load` is of the config's kind."""
     parser = argparse.ArgumentParser(description=description, allow_abbrev=False)
     parser.add_argument("--config", required=True, help="Python file with get_config()")
     parser.add_argument(
@@ -36,7 +41,7 @@ def run(job: Job, description: str, argv: Sequence[str]) -> int:
             if not flag.startswith("--config."):
                 raise UserError(f"unknown flag {flag}: settings are given as --config.KEY=VALUE")
         overrides = [flag.removeprefix("--config.") for flag in rest]
-        c = config.load(arguments.config, overrides, arguments.method)
+        c = load(arguments.config, overrides, arguments.method)
         name = "_".join(pathlib.Path(file).stem for file in (arguments.config, *arguments.method))
         job(c, pathlib.Path(arguments.workdir or f"runs/{name}"), console)
     except UserError as error:

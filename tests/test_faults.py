@@ -282,11 +282,10 @@ STACKS = re.compile(r"most recent call first")
         ("stop", 1, 2),
         ("stop", 0, 2),
         ("raise", 0, 2),
-        ("stuck", 1, 2),
         ("stuck@rollout", 1, 2),
         ("deaf", 1, 2),
         ("full", 1, 2),
-        ("exit", 2, 4),
+        ("exit", 1, 2),
         ("stuck", 3, 4),
     ],
 )

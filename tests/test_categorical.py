@@ -1,0 +1,144 @@
+"""The categorical simulation against autodiff, the draws' laws, and our reference values."""
+
+import functools
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from rich.console import Console
+
+from fgrpo_jax import config, main
+from fgrpo_jax.experiments import categorical, figures
+
+CONFIG = pathlib.Path(__file__).parents[1] / "configs/categorical.py"
+SMALL = "actions=1200 right=100 samples=[8,64] steps=20 every=10 seeds=2 gammas=[0,0.5,1]".split()
+
+
+def settings(*overrides):
+    return config.read(str(CONFIG), overrides, default=categorical.default)
+
+
+def run(folder, *overrides):
+    flags = [f"--config.{override}" for override in overrides]
+    load = functools.partial(config.read, default=categorical.default)
+    argv = ["--config", str(CONFIG), "--workdir", str(folder), *flags]
+    return main.run(categorical.study, "", argv, load)
+
+
+@pytest.mark.parametrize("actions", [5, 300, 1024])
+def test_draws_follow_the_probabilities(actions):
+    p = np.random.default_rng(0).dirichlet(np.full(actions, 0.3))
+    draw = jax.jit(jax.vmap(lambda key: categorical.draw_counts(key, jnp.float32(p), 4096)))
+    counts = np.asarray(draw(jax.random.split(jax.random.key(0), 200)))
+    assert (counts.sum(1) == 4096).all()
+    total, expected = counts.sum(0), 4096 * 200 * p
+    often = expected > 5
+    z = (total - expected)[often] / np.sqrt(expected * (1 - p))[often]
+    assert np.abs(z).max() < 4.5 and (z**2).sum() < often.sum() + 5 * np.sqrt(2 * often.sum())
+    np.testing.assert_allclose(  # of one group: the variance of a multinomial
+        counts.var(0)[np.argmax(p)], 4096 * p.max() * (1 - p.max()), rtol=0.35
+    )
+
+
+def test_rare_actions_are_drawn_as_often_as_they_should_be():
+    """Of probability 1e-7, a hundred thousand of them: one draw in a hundred."""
+    p = np.full(128_000, 1e-7)
+    p[:1000] = (1 - 127_000e-7) / 1000
+    draw = jax.jit(lambda key: categorical.draw_counts(key, jnp.float32(p), 1 << 20))
+    rare = float(draw(jax.random.key(0))[1000:].sum())
+    expected = (1 << 20) * 0.0127
+    assert rare == pytest.approx(expected, abs=4.5 * np.sqrt(expected))
+
+
+@pytest.mark.parametrize("surrogate", ["log", "linear"])
+@pytest.mark.parametrize("gamma", [0.0, 1.0])
+def test_the_gradient_is_that_of_the_surrogate(surrogate, gamma):
+    """By autodiff, over the draws one by one."""
+    z = jax.random.normal(jax.random.key(0), (6,))
+    drawn = np.array([0, 3, 3, 5, 1, 0, 0, 2])
+    reward = np.float32([1, 1, -1, -1, 1, -1])
+    mean = reward[drawn].mean()
+    centred = jnp.asarray(reward[drawn] - mean) * (1 - np.mean(reward[drawn] == 1)) ** gamma
+
+    def objective(z):
+        of = jax.nn.log_softmax if surrogate == "log" else jax.nn.softmax
+        return (centred * of(z)[drawn]).mean()
+
+    count = jnp.float32(np.bincount(drawn, minlength=6))
+    found = categorical.gradient(z, count, jnp.asarray(reward), jnp.float32(gamma), surrogate)
+    np.testing.assert_allclose(found, jax.grad(objective)(z), atol=1e-7)
+
+
+def test_the_start_is_the_papers():
+    """Right mass 0.6301, and the entropy of its three kinds of answers."""
+    rows = categorical.run(settings("steps=1", "every=1", "seeds=1", "gammas=0"), 2)
+    z = np.repeat([5.0, 3.0, 0.0], [1, 9_999, 118_000])
+    p = np.exp(z) / np.exp(z).sum()
+    assert rows[0]["right_mass"] == pytest.approx(p[:10_000].sum(), rel=1e-5)
+    assert p[:10_000].sum() == pytest.approx(0.6301, abs=5e-5)
+    assert rows[0]["entropy"] == pytest.approx(-(p * np.log(p)).sum(), rel=1e-5)
+    assert rows[0]["retained"] == 1
+
+
+def test_what_is_retained_by_hand():
+    """Three right answers, of which one gains what another loses: eq 26 counts the loss alone."""
+    c = settings("actions=4", "right=3", "steps=40", "every=1", "seeds=1", "gammas=0")
+    rows = categorical.run(c, 2)
+    first = 0.6301  # not of four answers: below 1 all along, and right mass above what is retained
+    assert all(0 <= row["retained"] <= 1 and row["right_mass"] > first for row in rows)
+    start = rows[0]["right_mass"]
+    for row in rows:
+        assert row["right_mass"] >= start * row["retained"] - 1e-6
+    assert rows[-1]["retained"] < 0.95 < rows[-1]["right_mass"] / start
+
+
+def test_middle_groups_lose_what_the_focal_weight_keeps_more_of():
+    """PAPER's reference at N = 256, of one seed: right mass, retained, entropy."""
+    end = categorical.finals(categorical.run(settings("every=1000"), 256))
+    for gamma, right, retained in ((0.0, 0.993, 0.0425), (1.0, 0.975, 0.149)):
+        assert end[gamma, 256]["right_mass"] == pytest.approx(right, abs=3e-3)
+        assert end[gamma, 256]["retained"] == pytest.approx(retained, rel=0.1)
+    assert end[0.0, 256]["entropy"] == pytest.approx(0.48, rel=0.15)
+
+
+def test_plain_gradient_ascent_does_not_move():
+    c = settings("optimizer=sgd", "steps=100", "every=100", "seeds=1")
+    for row in categorical.run(c, 256):
+        assert row["retained"] > 0.999 and row["right_mass"] == pytest.approx(0.6301, abs=2e-4)
+
+
+def test_it_goes_on_where_it_was_and_refuses_another_config(tmp_path, monkeypatch, capsys):
+    assert run(tmp_path, *SMALL) == 0
+    rows = figures.read_csv(tmp_path / "categorical.csv")
+    assert len(rows) == 2 * 3 * 2 * 3
+    figures.write_csv(tmp_path / "categorical.csv", [r for r in rows if r["samples"] == 8])
+    (tmp_path / "categorical.png").unlink()
+    asked = []
+    real = categorical.run
+    monkeypatch.setattr(categorical, "run", lambda c, n: (asked.append(n), real(c, n))[1])
+    assert run(tmp_path, *SMALL) == 0
+    assert asked == [64] and figures.read_csv(tmp_path / "categorical.csv") == rows
+    assert (tmp_path / "categorical.png").read_bytes()[:4] == b"\x89PNG"
+    assert run(tmp_path, *SMALL, "seed=5") == 2
+    assert "it differs in seed (there 0, here 5)" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "override, says",
+    [
+        ("surrogate=ratio", "surrogate is 'ratio': it must be one of log, linear"),
+        ("optimizer=lion", "optimizer is 'lion': it must be one of adam, sgd"),
+        ("right=128000", "right is 128000: it must be from 1 to below actions, 128000"),
+        ("every=7", "steps is 1000: it must be a multiple of every, 7"),
+        ("samples=[1]", "samples is (1,): give group sizes of 2 or more"),
+        ("samples=[a]", "config key samples takes a whole number or a JSON list of whole numbers"),
+        ("gammas=-1", "gammas is (-1.0,): give exponents of 0 or more"),
+        ("seeds=0", "seeds is 0: it must be above 0"),
+        ("step=3", "there is no config key 'step'; did you mean 'steps'?"),
+    ],
+)
+def test_mistakes(tmp_path, capsys, override, says):
+    assert run(tmp_path, override) == 2
+    assert says in capsys.readouterr().err
