@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float
 from ml_collections import ConfigDict
 from rich.console import Console
 from rich.table import Table
@@ -98,12 +98,20 @@ def gradient(
     return weight_V - p_V * weight_V.sum()
 
 
-def make_simulate(c: Config, n: int) -> Callable[[Array, Array], Float[Array, "points 3"]]:
-    """simulate(gamma, key) -> METRICS at the start and after each `c.every` of `c.steps` updates.
+def measure(
+    logit_V: Float[Array, " V"], first_V: Float[Array, " V"], right_V: Bool[Array, " V"]
+) -> Float[Array, "3"]:
+    """METRICS: the probability of all right actions, the share of their first probability that
+    none of them has lost (eq 26), and the entropy in nats."""
+    logp_V = jax.nn.log_softmax(logit_V)
+    p_V = jnp.exp(logp_V)
+    lost = jnp.where(right_V, jnp.maximum(first_V - p_V, 0), 0).sum()
+    right, first = (jnp.where(right_V, x_V, 0).sum() for x_V in (p_V, first_V))
+    return jnp.stack([right, 1 - lost / first, -(p_V * logp_V).sum()])
 
-    right_mass is the probability of all right actions, retained the share of their first
-    probability that none of them has lost (eq 26), entropy that of the policy in nats.
-    """
+
+def make_simulate(c: Config, n: int) -> Callable[[Array, Array], Float[Array, "points 3"]]:
+    """simulate(gamma, key) -> METRICS at the start and after each `c.every` updates."""
     place_V = jnp.arange(c.actions)
     right_V = place_V < c.right
     logit_V = jnp.where(right_V, c.right_logit, c.wrong_logit).at[0].set(c.anchor_logit)
@@ -114,28 +122,22 @@ def make_simulate(c: Config, n: int) -> Callable[[Array, Array], Float[Array, "p
         "sgd": optax.sgd,
     }[c.optimizer](c.learning_rate)
 
-    def measure(logit_V: Array) -> Array:
-        logp_V = jax.nn.log_softmax(logit_V)
-        p_V = jnp.exp(logp_V)
-        lost = jnp.where(right_V, jnp.maximum(first_V - p_V, 0), 0).sum()
-        right, first = (jnp.where(right_V, x_V, 0).sum() for x_V in (p_V, first_V))
-        return jnp.stack([right, 1 - lost / first, -(p_V * logp_V).sum()])
-
     def simulate(gamma: Array, key: Array) -> Array:
         def update(carry: Any, step: Array) -> tuple[Any, None]:
             logit_V, state = carry
             count_V = draw_counts(jax.random.fold_in(key, step), jax.nn.softmax(logit_V), n)
             ascent_V = gradient(logit_V, count_V, reward_V, gamma, c.surrogate)
-            change_V, state = optimizer.update(-ascent_V, state, logit_V)
+            with jax.numpy_dtype_promotion("standard"):  # optax's own arithmetic needs it
+                change_V, state = optimizer.update(-ascent_V, state, logit_V)
             return (optax.apply_updates(logit_V, change_V), state), None
 
         def stretch(carry: Any, steps: Array) -> tuple[Any, Array]:
             carry, _ = jax.lax.scan(update, carry, steps)
-            return carry, measure(carry[0])
+            return carry, measure(carry[0], first_V, right_V)
 
         steps = jnp.arange(c.steps).reshape(-1, c.every)
         _, records = jax.lax.scan(stretch, (logit_V, optimizer.init(logit_V)), steps)
-        return jnp.concatenate([measure(logit_V)[None], records])
+        return jnp.concatenate([measure(logit_V, first_V, right_V)[None], records])
 
     return simulate
 

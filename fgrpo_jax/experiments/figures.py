@@ -59,7 +59,9 @@ def write_csv(path: pathlib.Path, rows: Sequence[dict[str, Any]]) -> None:
     writer = csv.DictWriter(text, list(rows[0]), lineterminator="\n")
     writer.writeheader()
     for row in rows:
-        writer.writerow({k: f"{v:.6g}" if isinstance(v, float) else v for k, v in row.items()})
+        writer.writerow(
+            {k: float(f"{v:.6g}") if isinstance(v, float) else v for k, v in row.items()}
+        )
     storage.write(path, text.getvalue())
 
 
