@@ -15,6 +15,8 @@ import signal
 import sys
 import time
 
+import cached  # noqa: F401
+
 from fgrpo_jax import UserError, metrics
 
 fault, _, where = sys.argv[1].partition("@")

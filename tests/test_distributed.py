@@ -5,7 +5,7 @@ import time
 import jax
 import numpy as np
 import pytest
-from test_main import ENVIRONMENT, ROOT, command, hosts, metrics
+from test_main import ENVIRONMENT, ROOT, command, command_of_gang, hosts, metrics
 
 from fgrpo_jax import distributed, sharding
 
@@ -28,7 +28,7 @@ def two_processes(workdir, *settings):
     """Popen objects of a run on two hosts of one device."""
     return [
         subprocess.Popen(
-            command(workdir, *settings), cwd=ROOT, env=environment,
+            command_of_gang(workdir, *settings), cwd=ROOT, env=environment,
             stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
         )
         for environment in hosts(2)

@@ -16,7 +16,7 @@ import time
 
 import pytest
 from conftest import FAULTS
-from test_main import ENVIRONMENT, ROOT, checkpoint_sums, command, hosts, metrics
+from test_main import ENVIRONMENT, ROOT, checkpoint_sums, command, command_of_gang, hosts, metrics
 
 SETTINGS = (
     "steps=8 checkpoint.every=2 eval.every=3 rollout.max_response=20 rollout.prompts=8 "
@@ -206,7 +206,7 @@ def gang(workdir, *settings, count=2):
     """The processes' codes and what they said on stderr."""
     processes = [
         subprocess.Popen(
-            command(workdir, *GANG, *settings), cwd=ROOT, env=environment,
+            command_of_gang(workdir, *GANG, *settings), cwd=ROOT, env=environment,
             stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
         )
         for environment in hosts(count)
@@ -234,8 +234,8 @@ def supervised(workdir, fault, process, count):
     """A fault after step 3 under the supervisor: what was said, and the seconds until the last of
     the others had ended, until all started again, and from there to the run's end."""
     once = workdir.with_name("once")
-    line = command(workdir, *GANG)
-    line = [line[0], str(ROOT / "tests/faulty.py"), fault, str(process), "3", once, *line[3:]]
+    python, _, *flags = command_of_gang(workdir, *GANG)
+    line = [python, str(ROOT / "tests/faulty.py"), fault, str(process), "3", once, *flags]
     supervisor = subprocess.Popen(
         ["bash", SCRIPT, "--processes", str(count), "--", *line],
         cwd=ROOT, env=ENVIRONMENT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
@@ -306,8 +306,8 @@ def test_a_process_of_several_fails(whole_gang, tmp_path, fault, process, count)
 
 
 def test_a_process_that_fails_ends_the_other_and_is_named(tmp_path):
-    line = command(tmp_path / "run", *GANG)
-    line = [line[0], str(ROOT / "tests/faulty.py"), "raise", "1", "1", tmp_path / "once", *line[3:]]
+    python, _, *flags = command_of_gang(tmp_path / "run", *GANG)
+    line = [python, str(ROOT / "tests/faulty.py"), "raise", "1", "1", tmp_path / "once", *flags]
     processes = [
         subprocess.Popen(
             line, cwd=ROOT, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,

@@ -42,6 +42,12 @@ def command(workdir, *settings, config="configs/tiny_arithmetic_focal.py"):
     ]
 
 
+def command_of_gang(workdir, *settings):
+    """The same, for one process of several."""
+    python, _, _, *flags = command(workdir, *settings)
+    return [python, str(ROOT / "tests/cached.py"), *flags]
+
+
 ENVIRONMENT = {
     **os.environ,
     "JAX_PLATFORMS": "cpu",
