@@ -135,8 +135,8 @@ def load(folder: pathlib.Path) -> Tokenizer:
             "tokenizer_config.json again"
         ) from error
     stop_ids = _stop_ids(folder, backend.eos_token_id)
-    added = backend.added_tokens_decoder
-    marks = frozenset(i for i in stop_ids if i == backend.eos_token_id or added[i].special)
+    special = {i for i, token in backend.added_tokens_decoder.items() if token.special}
+    marks = frozenset(stop_ids) & (special | {backend.eos_token_id})
     return Tokenizer(backend, stop_ids, len(backend), marks)
 
 

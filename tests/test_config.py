@@ -8,7 +8,9 @@ import fgrpo_jax
 from fgrpo_jax import UserError, batches, cautions, config, validation
 
 PACKAGE = pathlib.Path(fgrpo_jax.__file__).parent
-CONFIGS = sorted((PACKAGE.parent / "configs").glob("*.py"))
+CONFIGS = sorted(
+    path for folder in (".", "maze") for path in (PACKAGE.parent / "configs" / folder).glob("*.py")
+)
 READERS = (validation.check_mesh,)  # what there uses a key, not only checks it
 
 

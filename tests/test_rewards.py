@@ -203,7 +203,7 @@ def test_a_user_s_own_reward(tmp_path, monkeypatch, capsys):
     "reward, message",
     [
         ("mathh", "reward is 'mathh' and cannot be found"),
-        ("no_such_module:f", "must be one of math, gsm8k, number, multiple_choice, exact, reason"),
+        ("no_such_module:f", "must be one of math, gsm8k, number, multiple_choice, exact, maze"),
         ("os:no_such_function", "cannot be found"),
         ("os:sep", "cannot be found (os:sep is no function)"),
     ],
