@@ -11,7 +11,7 @@ from fgrpo_jax import config
 
 def get_config():
     c = config.default()
-    c.steps = 200
+    c.steps = 240
     c.model.path = "runs/small_maze_start"
     c.data.source = "maze:9x32768"
     c.data.eval_source = "maze:9x128"
@@ -20,8 +20,8 @@ def get_config():
     c.algo.focal_gamma = 0.5
     c.rollout.max_response = 32
     c.optim.lr = 1e-4
-    c.checkpoint.every = 100
-    c.eval.every = 50
+    c.checkpoint.every = 60
+    c.eval.every = 60
     c.eval.samples = 256
     c.eval.problems = 128
     return c

@@ -14,12 +14,12 @@ def get_config():
     c.data.max_prompt = 96
     c.rollout.max_response = 32
     c.sft.out = "runs/small_maze_start"
-    c.sft.steps = 1000
+    c.sft.steps = 800
     c.sft.rows = 32
     c.sft.layers = 2
     c.sft.width = 96
     c.optim.lr = 2e-3
     c.optim.warmup = 50
     c.optim.b2 = 0.95
-    c.checkpoint.every = 250
+    c.checkpoint.every = 200
     return c
