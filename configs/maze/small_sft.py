@@ -2,7 +2,8 @@
 
     python -m fgrpo_jax.sft --config configs/maze/small_sft.py --workdir runs/small_maze_sft
 
-configs/maze/small_rl.py goes on from it.
+Two CPU cores that are busy with other work: four minutes. It ends at 43 % pass@1 and 96 % pass@256
+on held-out mazes; configs/maze/small_rl.py goes on from it.
 """
 
 from fgrpo_jax import config
