@@ -111,12 +111,52 @@ def chosen_letter(response: str) -> str | None:
     return match[1].upper() if match else None
 
 
+ACTIONS = {"UP": "U", "DOWN": "D", "LEFT": "L", "RIGHT": "R"}  # of a maze
+
+
+def path(response: str) -> str | None:
+    """The actions in front of the first DONE, a letter each; None without a DONE, or where
+    anything else is among them.
+
+    >>> path("RIGHT RIGHT DOWN DONE")
+    'RRD'
+    """
+    words = response.split()
+    if "DONE" not in words:
+        return None
+    letters = [ACTIONS.get(word, "") for word in words[: words.index("DONE")]]
+    return "".join(letters) if all(letters) else None
+
+
+def reaches(maze: str, path: str) -> bool:
+    """Whether the letters of a path lead from the start of maze.generate's text to its goal,
+    where the rest of them no longer counts, and into no wall.
+
+    >>> reaches("#####\\n#s..#\\n###.#\\n###g#\\n#####\\n", "RRLRDDD")
+    True
+    """
+    first = maze.find("\n")
+    width = maze.find("\n", first + 1) - first
+    step = {"U": -width, "D": width, "L": -1, "R": 1}
+    at = maze.find("s")
+    for letter in path:
+        at += step[letter]
+        square = maze[at : at + 1]
+        if square == "g":
+            return True
+        if square not in (".", "s"):
+            return False
+    return False
+
+
 EXTRACT: dict[str, Callable[[str], str | None]] = {  # the answer of each shipped reward
     "math": boxed_answer,
     "gsm8k": stated_answer,
     "number": last_number,
     "multiple_choice": chosen_letter,
     "exact": lambda response: response.strip() or None,
+    "maze": path,
+    "maze_simulate": path,
 }
 
 

@@ -59,7 +59,7 @@ POSITIVE = (
     "learn.minibatch learn.microbatch learn.widths learn.epochs learn.logit_chunk algo.pass_k "
     "algo.tau_right algo.tau_wrong data.max_prompt score.workers score.timeout checkpoint.every "
     "checkpoint.keep eval.samples eval.problems eval.top_p optim.lr optim.clip_norm mesh.replica "
-    "mesh.tp sft.steps sft.rows importance.high guard.skips"
+    "mesh.tp sft.steps sft.rows sft.rope_theta importance.high guard.skips"
 ).split()
 NOT_NEGATIVE = (
     "seed lora.rank algo.focal_gamma algo.clip_low algo.clip_high algo.dual_clip algo.std_eps "

@@ -35,7 +35,7 @@ def default() -> Config:
 
     c.data = _section()
     c.data.source = "arithmetic"  # as forms.SOURCES; several: 0.7*jsonl:PATH+0.3*parquet:PATH
-    c.data.eval_source = "arithmetic"  # the same forms, no weights; arithmetic's held-out problems
+    c.data.eval_source = "arithmetic"  # the same forms, no weights; a generator's held-out problems
     c.data.fields = ""  # problem=question,answer=target: the files' names of fields; empty: guessed
     # The paper's: Please reason step by step, and put your final answer within \boxed{}.
     c.data.system = ""  # system message; empty: the chat template's own default
@@ -44,7 +44,7 @@ def default() -> Config:
     c.data.stop = ()  # strings that end a response, beside the tokenizer's stop tokens
     c.data.max_prompt = 24  # tokens; longer prompts are dropped and counted
 
-    c.reward = "math"  # math gsm8k number multiple_choice exact reasoning_gym:TASK module:function
+    c.reward = "math"  # as answers.EXTRACT, reasoning_gym:TASK or module:function
     c.score = _section()
     c.score.workers = 2  # processes that judge answers
     c.score.timeout = 5.0  # seconds of wall time an answer, after which it is wrong
@@ -173,6 +173,7 @@ def default() -> Config:
     c.sft.heads = 4  # Q
     c.sft.kv_heads = 2  # K
     c.sft.feed_forward = 384  # F
+    c.sft.rope_theta = 10000.0  # base of the rotary angles' wavelengths, in tokens
     return c.lock()
 
 

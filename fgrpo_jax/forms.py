@@ -12,9 +12,10 @@ SOURCES = {
     "parquet": "parquet:PATH",
     "tfds": "tfds:NAME[:CONFIG]/SPLIT",
     "hf": "hf:NAME[:CONFIG]/SPLIT",
+    "maze": "maze:SIZE[xCOUNT]",
     "reasoning_gym": "reasoning_gym:TASK",
 }
-GENERATED = ("arithmetic", "reasoning_gym")  # drawn by a program, so that repeats are meant
+GENERATED = ("arithmetic", "maze", "reasoning_gym")  # drawn by a program, so that repeats are meant
 FIELDS = "problem answer kind worked data".split()
 
 _KIND = rf"(?:{'|'.join(SOURCES)})(?=[:+]|$)"
@@ -65,7 +66,25 @@ def _part(text: str, name: str) -> Part:
             f"{name} is {text!r}: it must be {forms} or {SOURCES['reasoning_gym']}, "
             "or several of them joined by +"
         )
+    if kind == "maze":
+        maze(rest, name)
     return Part(kind, rest, weight)
+
+
+def maze(text: str, name: str = "the source") -> tuple[int, int | None]:
+    """(squares a side, mazes or None) of SIZE[xCOUNT]; UserError, which says `name`.
+
+    >>> maze("17x1000000")
+    (17, 1000000)
+    """
+    match = re.fullmatch(r"([0-9]{1,2})(?:x([0-9]{1,9}))?", text)
+    size, count = (int(match[1]), match[2]) if match else (0, None)
+    if size < 5 or size % 2 == 0 or (count is not None and int(count) == 0):
+        raise UserError(
+            f"{name} is 'maze:{text}': write maze:SIZE or maze:SIZExCOUNT, as maze:17x1000, where "
+            "SIZE is an odd number from 5 to 99 and COUNT is above 0"
+        )
+    return size, None if count is None else int(count)
 
 
 def mapping(text: str) -> dict[str, list[str]]:

@@ -5,6 +5,8 @@
     number           the last number, exactly
     multiple_choice  the letter
     exact            the whole response
+    maze             the actions up to DONE: the maze's own path
+    maze_simulate    the same: any that lead to the goal and into no wall, detours included
     reasoning_gym:T  the task's own verifier, right at a score of 1 (extra `tasks`)
     module:function  a user's own, of the same form
 
@@ -30,6 +32,7 @@ from fgrpo_jax.answers import (
     normalise,
     plain_number,
     quick_verdict,
+    reaches,
     stated_answer,
 )
 
@@ -60,6 +63,10 @@ def quick_score(reward: str, problem: Any, response: str, finished: bool) -> Sco
     answer = EXTRACT[reward](response)
     if answer is None:
         return Score(0.0, False, "no answer")
+    if reward == "maze":
+        return verdict(answer == problem.answer)
+    if reward == "maze_simulate":
+        return verdict(reaches(problem.text, answer))
     gold = gold_of(reward, problem.answer)
     if reward == "exact" and answer == gold.strip():
         return verdict(True)

@@ -79,9 +79,7 @@ def draw(
     )
     labels = [kind[:40] for kind in kinds]  # a data file's words, and no formulas
     right.set_yticks(places, labels, fontsize=7, parse_math=False)
-    right.set(
-        xlabel="pass@1", xlim=(0, 1), ylabel="digits of each term", title="by kind of problem"
-    )
+    right.set(xlabel="pass@1", xlim=(0, 1), title="by kind of problem")
     right.legend(loc="lower right", fontsize=8)
     png = io.BytesIO()
     figure.savefig(png, dpi=120)

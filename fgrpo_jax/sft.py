@@ -1,19 +1,30 @@
 """python -m fgrpo_jax.sft --config FILE: a supervised warm start on worked solutions.
 
-Makes a new small Qwen2 model with a byte-level tokenizer, trains it by maximum likelihood of the
-responses with the same model, update and checkpoint code as RL, and writes it as a Hugging Face
-folder.
+Makes a new small Qwen2 model with a tokenizer for arithmetic, of bytes, or for mazes, of squares
+and actions; trains it by maximum likelihood of the responses with the same model, update and
+checkpoint code as RL; and writes it as a Hugging Face folder.
 """
 
 import json
 import pathlib
 import sys
+from typing import Any
 
 import jax
 import numpy as np
 from rich.console import Console
 
-from fgrpo_jax import UserError, checkpoint, export, metrics, prompts, sharding, validation, weights
+from fgrpo_jax import (
+    UserError,
+    checkpoint,
+    export,
+    forms,
+    metrics,
+    prompts,
+    sharding,
+    validation,
+    weights,
+)
 from fgrpo_jax import tokenizer as tokenizers
 from fgrpo_jax import workdir as workdirs
 from fgrpo_jax.config import Config
@@ -32,11 +43,17 @@ CHATML = (
 )
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 WORDS = ("user", "assistant", "system", "\\boxed{")
+SQUARES = {"\n": "NEWLINE", "#": "WALL", ".": "PATH", "s": "START", "g": "GOAL"}  # of a maze's text
+MAZE = (  # MaxRL's vocabulary, in the order of its ids
+    *"<pad> <bos> <eos> <unk> GRID_START GRID_END PATH_START DONE".split(),
+    *"PATH WALL GOAL START NEWLINE UP DOWN LEFT RIGHT".split(),
+    "\n",
+    *(f"RESERVED_{i}" for i in range(14)),
+)
 
 
-def new_folder(c: Config, folder: pathlib.Path) -> None:
-    """A model-less Hugging Face folder: config.json, and a tokenizer whose tokens are bytes,
-    chat markers and a few words."""
+def _bytes() -> tuple[Any, dict[str, Any]]:
+    """A tokenizer whose tokens are bytes, chat markers and a few words, and its settings."""
     from tokenizers import AddedToken, decoders, models, pre_tokenizers
     from tokenizers import Tokenizer as Backend
 
@@ -46,22 +63,59 @@ def new_folder(c: Config, folder: pathlib.Path) -> None:
     backend.decoder = decoders.ByteLevel()
     backend.add_special_tokens([AddedToken(t, special=True, normalized=False) for t in SPECIAL])
     backend.add_tokens([AddedToken(word, normalized=False) for word in WORDS])
-    size = backend.get_vocab_size()
-    eos = backend.token_to_id("<|im_end|>")
+    return backend, {
+        "eos_token": "<|im_end|>",
+        "pad_token": "<|endoftext|>",
+        "chat_template": CHATML,
+    }
+
+
+def _squares() -> tuple[Any, dict[str, Any]]:
+    """A tokenizer of mazes, a token a square or action, with MaxRL's ids, and its settings."""
+    from tokenizers import AddedToken, models, normalizers, pre_tokenizers
+    from tokenizers import Tokenizer as Backend
+
+    vocabulary = {token: i for i, token in enumerate(MAZE)}
+    backend = Backend(models.WordLevel(vocabulary, unk_token="<unk>"))
+    backend.normalizer = normalizers.Sequence(
+        [normalizers.Replace(letter, f" {word} ") for letter, word in SQUARES.items()]
+    )
+    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    backend.add_special_tokens([AddedToken(t, special=True, normalized=False) for t in MAZE[:4]])
+    return backend, {
+        "bos_token": "<bos>",
+        "eos_token": "<eos>",
+        "pad_token": "<pad>",
+        "unk_token": "<unk>",
+        "chat_template": "{{ bos_token }}{% for m in messages %}{{ m['content'] }}{% endfor %}",
+    }
+
+
+WARM = {  # what has worked solutions: its tokenizer, and what ends a response beside its eos
+    "arithmetic": (_bytes, ()),
+    "maze": (_squares, ("DONE",)),
+}
+
+
+def new_folder(c: Config, folder: pathlib.Path) -> None:
+    """A model-less Hugging Face folder: config.json, and the tokenizer of the source's problems."""
+    make, stops = WARM[_kind(c)]
+    backend, settings = make()
+    eos, pad, bos = (
+        backend.token_to_id(settings.get(f"{name}_token", "")) for name in ("eos", "pad", "bos")
+    )
     folder.mkdir(parents=True, exist_ok=True)
     backend.save(str(folder / "tokenizer.json"))
     tokenizer_config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
-        "eos_token": "<|im_end|>",
-        "pad_token": "<|endoftext|>",
         "clean_up_tokenization_spaces": False,
-        "chat_template": CHATML,
+        **settings,
     }
     model_config = {
         "architectures": ["Qwen2ForCausalLM"],
         "model_type": "qwen2",
         "hidden_act": "silu",
-        "vocab_size": -(-size // 16) * 16,  # divides among up to 16 devices
+        "vocab_size": -(-backend.get_vocab_size() // 16) * 16,  # divides among up to 16 devices
         "hidden_size": c.sft.width,
         "num_hidden_layers": c.sft.layers,
         "num_attention_heads": c.sft.heads,
@@ -69,19 +123,30 @@ def new_folder(c: Config, folder: pathlib.Path) -> None:
         "intermediate_size": c.sft.feed_forward,
         "max_position_embeddings": 512,
         "rms_norm_eps": 1e-6,
-        "rope_theta": 10000.0,
+        "rope_theta": c.sft.rope_theta,
         "tie_word_embeddings": True,
         "use_sliding_window": False,
-        "bos_token_id": None,
+        "bos_token_id": bos,
         "eos_token_id": eos,
-        "pad_token_id": backend.token_to_id("<|endoftext|>"),
+        "pad_token_id": pad,
     }
+    ends = [eos, *map(backend.token_to_id, stops)]
     for name, content in (
         ("tokenizer_config.json", tokenizer_config),
         ("config.json", model_config),
-        ("generation_config.json", {"eos_token_id": eos}),
+        ("generation_config.json", {"eos_token_id": ends if stops else eos}),
     ):
         (folder / name).write_text(json.dumps(content, indent=1) + "\n")
+
+
+def _kind(c: Config) -> str:
+    """The one kind of all sources, of WARM; UserError where there is none."""
+    kinds = {part.kind for part in forms.parts(c.data.source)}
+    if len(kinds) > 1 or not kinds <= WARM.keys():
+        raise UserError(
+            f"data.source is {c.data.source}: worked solutions are of {' or of '.join(WARM)} alone"
+        )
+    return kinds.pop()
 
 
 def worked_batch(c: Config, examples: prompts.Prompts, tokenizer: Tokenizer) -> LearnerBatch:
@@ -115,8 +180,7 @@ def train(c: Config, workdir: pathlib.Path, console: Console) -> None:
         raise UserError(
             f"lora.rank is {c.lora.rank}: sft trains a new model, all of it; leave it 0"
         )
-    if c.data.source.partition(":")[0] != "arithmetic":
-        raise UserError(f"data.source is {c.data.source}: only arithmetic has worked solutions")
+    _kind(c)
     if c.sft.width % c.sft.heads or c.sft.heads % c.sft.kv_heads:
         raise UserError("sft.width must be a multiple of sft.heads, and that of sft.kv_heads")
     if c.sft.rows % (jax.device_count() // c.mesh.tp):

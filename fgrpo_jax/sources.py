@@ -8,11 +8,12 @@ import pathlib
 from collections.abc import Iterator
 from typing import Any
 
-from fgrpo_jax import UserError, arithmetic, fields, forms, jsons
+from fgrpo_jax import UserError, arithmetic, fields, forms, jsons, maze
 from fgrpo_jax.forms import Part
 from fgrpo_jax.structs import Problem
 
 ARITHMETIC = 16_384  # problems of the embedded task's train split; each kind has its share
+MAZES = {"train": 65_536, "test": 1024}  # where a source does not say how many
 TASK = {"train": 2048, "test": 512}  # problems of a reasoning_gym task
 # reasoning_gym draws problem i by seed + i: nearby seeds would share most problems.
 TASK_SEED = {"train": 0, "test": 1_000_000_000}
@@ -37,6 +38,9 @@ def read(source: str, split: str, slips: float = 0.0, mapping: str = "") -> list
 def _read(part: Part, split: str, slips: float, mapping: str) -> list[Problem]:
     if part.kind == "arithmetic":
         return arithmetic.generate(ARITHMETIC, split, part.rest, slips=slips)
+    if part.kind == "maze":
+        size, count = forms.maze(part.rest)
+        return maze.generate(MAZES[split] if count is None else count, split, size)
     if part.kind == "reasoning_gym":
         return _reasoning_gym(part.rest, split)
     name = f"data file {part.rest}" if part.kind in ("jsonl", "parquet") else part.source

@@ -23,6 +23,7 @@ class Tokenizer:
     backend: Any  # transformers' fast tokenizer
     stop_ids: tuple[int, ...]  # of tokenizer, config and generation_config together
     size: int  # ids known, 0 to size - 1; a model's vocabulary may have more rows
+    marks: frozenset[int]  # stop ids that are special tokens, and so no part of a text
     chat_template: str | None = None  # jinja; None: the folder's own
 
     def with_chat_template(self, name: str) -> "Tokenizer":
@@ -79,9 +80,9 @@ class Tokenizer:
         return self.backend(list(texts), add_special_tokens=False)["input_ids"]
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of a response without its stop token."""
+        """The text of a response without its stop token, unless that is a word of the text."""
         ids = list(ids)
-        if ids and ids[-1] in self.stop_ids:
+        if ids and ids[-1] in self.marks:
             ids = ids[:-1]
         return self.backend.decode(ids, clean_up_tokenization_spaces=False)
 
@@ -133,7 +134,10 @@ def load(folder: pathlib.Path) -> Tokenizer:
             f"the tokenizer in {folder} cannot be read: {error!s:.200}; copy tokenizer.json and "
             "tokenizer_config.json again"
         ) from error
-    return Tokenizer(backend, _stop_ids(folder, backend.eos_token_id), len(backend))
+    stop_ids = _stop_ids(folder, backend.eos_token_id)
+    special = {i for i, token in backend.added_tokens_decoder.items() if token.special}
+    marks = frozenset(stop_ids) & (special | {backend.eos_token_id})
+    return Tokenizer(backend, stop_ids, len(backend), marks)
 
 
 def _stop_ids(folder: pathlib.Path, eos: int | None) -> tuple[int, ...]:

@@ -5,8 +5,10 @@ from fgrpo_jax.answers import (
     chosen_letter,
     last_number,
     normalise,
+    path,
     plain_number,
     quick_verdict,
+    reaches,
     stated_answer,
 )
 
@@ -159,3 +161,43 @@ def test_plain_number():
     assert plain_number("-1.5e2") == -150 and plain_number(r"\frac{3}{6}") * 2 == 1
     for text in ("", "1/0", "1..2", "x", "1 2", "4 10/3", "1e9999", "9" * 101):
         assert plain_number(text) is None
+
+
+@pytest.mark.parametrize(
+    "response, letters",
+    [
+        ("UP DOWN LEFT RIGHT DONE", "UDLR"),
+        ("UP DONE DOWN DONE", "U"),
+        ("UP DOWN", None),  # cut off, or ended by <eos>
+        ("UP PATH DOWN DONE", None),
+        ("UP <eos> DONE", None),
+        ("UPDOWN DONE", None),
+        ("DONE", ""),
+        ("", None),
+    ],
+)
+def test_path(response, letters):
+    assert path(response) == letters
+
+
+@pytest.mark.parametrize(
+    "letters, right",
+    [
+        ("RRDD", True),
+        ("RLRRDD", True),  # back and forth
+        ("RRDDUUU", True),  # the episode has ended at the goal
+        ("RRD", False),
+        ("DRRDD", False),  # into a wall
+        ("RRDR", False),
+        ("UUUUUU", False),
+        ("", False),
+    ],
+)
+def test_reaches(letters, right):
+    text = "GRID_START #####\n#s..#\n###.#\n###g#\n#####\nGRID_END PATH_START"
+    assert reaches(text, letters) == right
+
+
+def test_nothing_is_reached_in_a_text_that_is_no_maze():
+    for text in ("", "what is 2 + 3?", "\n\n", "s"):
+        assert not reaches(text, "UDLR" * 50)

@@ -10,7 +10,8 @@ from fgrpo_jax import UserError, batches, cautions, config, validation
 PACKAGE = pathlib.Path(fgrpo_jax.__file__).parent
 CONFIGS = [  # of runs: a study has settings of its own
     path
-    for path in sorted((PACKAGE.parent / "configs").glob("*.py"))
+    for folder in (".", "maze")
+    for path in sorted((PACKAGE.parent / "configs" / folder).glob("*.py"))
     if "experiments" not in path.read_text()
 ]
 READERS = (validation.check_mesh,)  # what there uses a key, not only checks it

@@ -22,6 +22,10 @@ from fgrpo_jax.forms import Part
             [Part("jsonl", "a.jsonl", 0.7), Part("parquet", "b.parquet", 0.3)],
         ),
         (
+            "2*maze:17x500+1*maze:9",
+            [Part("maze", "17x500", 2.0), Part("maze", "9", 1.0)],
+        ),
+        (
             "tfds:gsm8k:main/train+hf:o/gsm8k:main/train[:9]+reasoning_gym:sudoku",
             [
                 Part("tfds", "gsm8k:main/train", None),
@@ -50,6 +54,11 @@ def test_sources_are_taken_apart(source, parts):
         ("two*jsonl:a", "the weight 'two'"),
         ("1*jsonl:a+jsonl:b", "give each of its sources a weight, or none"),
         ("jsonl:a+0*jsonl:b", "the weight '0'"),
+        *(
+            (f"maze:{rest}", f"x is 'maze:{rest}': write maze:SIZE or maze:SIZExCOUNT")
+            for rest in ("16", "3", "101", "17x0", "17x", "x9", "17x-1", "a")
+        ),
+        ("maze", "x is 'maze': it must be"),
     ],
 )
 def test_bad_sources_get_one_sentence(source, message):

@@ -13,7 +13,8 @@ PACKAGE = pathlib.Path(fgrpo_jax.__file__).parent
 ROWS = [
     "structs sharding storage distributed numerics forms answers timing accelerators hlo batches "
     "pass_at_k jsons choices theory",
-    "validation fields arithmetic ragged packing sampling preemption products watchdog recompiles",
+    "validation fields arithmetic maze ragged packing sampling preemption products watchdog "
+    "recompiles",
     "config cautions adapters attention advantages losses kl aggregators shaping tokenizer sources",
     "workdir manifest layers optimizer prompts metrics guard objective estimators selection judge",
     "model checkpoint rewards rlvr_dataset profiling flops",
@@ -52,7 +53,11 @@ def test_rows(path):
 
 
 @pytest.mark.parametrize(
-    "path", sorted((PACKAGE.parent / "configs").glob("*.py")), ids=lambda p: p.stem
+    "path",
+    sorted(
+        p for folder in (".", "maze") for p in (PACKAGE.parent / "configs" / folder).glob("*.py")
+    ),
+    ids=lambda p: p.stem,
 )
 def test_configs_import_only_the_config(path):
     assert set(imports(path)) in ({"config"}, {"experiments"})  # which have settings of their own

@@ -99,6 +99,25 @@ def test_exact():
     assert [s.correct for s in scores] == [True, True, True, False, False]
 
 
+def test_mazes():
+    text = "GRID_START #####\n#s..#\n###.#\n###g#\n#####\nGRID_END PATH_START"
+    responses = [
+        "RIGHT RIGHT DOWN DOWN DONE",
+        "RIGHT LEFT RIGHT RIGHT DOWN DOWN DONE",
+        "RIGHT RIGHT DOWN DOWN UP DONE",
+        "RIGHT DOWN DOWN DONE",
+        "RIGHT RIGHT DOWN DOWN",
+        "RIGHT RIGHT DOWN DOWN DONE DONE",
+    ]
+    problems = [Problem(text, "RRDD")] * len(responses)
+    for reward, right in (("maze", [0, 5]), ("maze_simulate", [0, 1, 2, 5])):
+        with Scorer(reward, workers=1, timeout=1.0) as scorer:
+            assert not scorer._workers and scorer.check_golds(["RRDD", ""]) == [True, False]
+            scores = scorer.score(problems, responses, [True] * len(responses))
+        assert [i for i, score in enumerate(scores) if score.correct] == right
+        assert scores[4].info == "no answer" and scores[3].info == "wrong"
+
+
 def test_no_process_is_left():
     with Scorer("math", workers=1, timeout=2.0) as scorer:
         infos(scorer, [r"\sqrt{4}"], [r"\frac{4}{2}"])
@@ -203,7 +222,7 @@ def test_a_user_s_own_reward(tmp_path, monkeypatch, capsys):
     "reward, message",
     [
         ("mathh", "reward is 'mathh' and cannot be found"),
-        ("no_such_module:f", "must be one of math, gsm8k, number, multiple_choice, exact, reason"),
+        ("no_such_module:f", "must be one of math, gsm8k, number, multiple_choice, exact, maze"),
         ("os:no_such_function", "cannot be found"),
         ("os:sep", "cannot be found (os:sep is no function)"),
     ],

@@ -6,7 +6,7 @@ import pyarrow
 import pytest
 from pyarrow import parquet
 
-from fgrpo_jax import UserError, rlvr_dataset, sources
+from fgrpo_jax import UserError, maze, rlvr_dataset, sources
 from fgrpo_jax.structs import Problem
 
 # file: rows, first gold, last gold, rows without a gold
@@ -101,6 +101,13 @@ def test_joined_sources_follow_each_other(tmp_path):
 def test_arithmetic_is_as_ever():
     assert len(sources.read("arithmetic:2+3", "train")) == sources.ARITHMETIC
     assert sources.read("arithmetic", "test")[0].worked
+
+
+def test_mazes_are_counted_by_default_or_as_asked():
+    assert len(sources.read("maze:5", "train")) == sources.MAZES["train"] == 65_536
+    assert len(sources.read("maze:5", "test")) == sources.MAZES["test"] == 1024
+    for split in ("train", "test"):
+        assert sources.read("maze:9x7", split) == maze.generate(7, split, 9)
 
 
 def test_what_is_not_installed_is_named(monkeypatch):
