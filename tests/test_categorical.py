@@ -23,7 +23,7 @@ def run(folder, *overrides):
     flags = [f"--config.{override}" for override in overrides]
     load = functools.partial(config.read, default=categorical.default)
     argv = ["--config", str(CONFIG), "--workdir", str(folder), *flags]
-    return main.run(categorical.study, "", argv, load)
+    return main.run(functools.partial(categorical.study, command=""), "", argv, load)
 
 
 @pytest.mark.parametrize("actions", [5, 300, 1024])

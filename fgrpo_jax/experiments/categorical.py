@@ -251,8 +251,9 @@ def _shade(axis: Any, retained: list[tuple[int, float]]) -> None:
             axis.text(math.sqrt(low * high), 1.05, name, ha="center")
 
 
-def study(c: Config, workdir: pathlib.Path, console: Console) -> None:
-    """Simulates what the workdir lacks; writes categorical.csv and categorical.png."""
+def study(c: Config, workdir: pathlib.Path, console: Console, command: str) -> None:
+    """Simulates what the workdir lacks; writes categorical.csv and categorical.png, which says the
+    command."""
     check(c)
     workdirs.check(c, workdir)
     workdirs.claim(c, workdir)
@@ -264,8 +265,6 @@ def study(c: Config, workdir: pathlib.Path, console: Console) -> None:
             figures.write_csv(path, rows)
             console.print(f"N = {n:,}", end=" ", highlight=False)
     console.print()
-    config_file = "configs/categorical.py"
-    command = f"python -m fgrpo_jax.experiments.categorical --config {config_file}"
     draw(c, rows, path.with_suffix(".png"), command)
     out = Table("N", "gamma", *METRICS, "±")
     for (gamma, n), values in finals(rows).items():
@@ -298,5 +297,6 @@ def check(c: Config) -> None:
 
 if __name__ == "__main__":
     jax.config.update("jax_num_cpu_devices", os.cpu_count())  # which share the seeds
+    job = functools.partial(study, command=figures.command("categorical", sys.argv[1:]))
     load = functools.partial(config.read, default=default)
-    sys.exit(main.run(study, "The paper's figure 2.", sys.argv[1:], load))
+    sys.exit(main.run(job, "The paper's figure 2.", sys.argv[1:], load))

@@ -134,8 +134,7 @@ def analyse(runs: dict[float, list[Run]], samples: int) -> list[dict[str, Any]]:
     for gamma, table_KSP in tables.items():
         add("pass@k", gamma, ks, interval(table_KSP))
         if gamma != base:
-            both = min(table_KSP.shape[1], tables[base].shape[1])
-            add("gain", gamma, ks, interval(table_KSP[:, :both] - tables[base][:, :both]))
+            add("gain", gamma, ks, interval(table_KSP - tables[base]))
     for name, inside_P in difficulty(rate_P):
         label = f"{name} ({inside_P.sum()})"
         for gamma, table_KSP in {-1.0: start_KSP, **tables}.items():
@@ -217,7 +216,10 @@ def draw(rows: list[dict[str, Any]], samples: int, path: pathlib.Path, caption: 
         for axis, k in zip(last[0] if along else (), (1, samples), strict=False):
             for gamma in gammas:
                 curve(axis, f"pass@{k}", gamma)
-            axis.set(xlabel="step", ylabel=f"held-out pass@{k}")
+                if k == 1:
+                    curve(axis, "reward", gamma, window, linestyle=":", label="_")
+            name = f"held-out pass@{k}" + ", reward (dotted)" * (k == 1)
+            axis.set(xlabel="step", ylabel=name)
         figures.save(figure, path, caption)
 
 
@@ -258,7 +260,7 @@ def main(argv: Sequence[str]) -> int:
     arguments.workdir = arguments.workdir or f"runs/compare_{pathlib.Path(arguments.config).stem}"
     console = Console(highlight=False, soft_wrap=True)
     try:
-        return compare(arguments, rest, console)
+        return compare(arguments, rest, console, figures.command("compare", argv))
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -267,7 +269,7 @@ def main(argv: Sequence[str]) -> int:
         return 74
 
 
-def compare(arguments: argparse.Namespace, rest: list[str], console: Console) -> int:
+def compare(arguments: argparse.Namespace, rest: list[str], console: Console, caption: str) -> int:
     """Makes the runs that lack; draws what all of them show. The exit code of one that failed."""
     if not re.fullmatch(r"\d+(\.\d+)?(,\d+(\.\d+)?)*", arguments.gammas):
         raise UserError(f"--gammas is {arguments.gammas!r}: give numbers joined by commas")
@@ -296,10 +298,6 @@ def compare(arguments: argparse.Namespace, rest: list[str], console: Console) ->
     rows = analyse(runs, arguments.samples)
     path = pathlib.Path(arguments.workdir) / "compare.csv"
     figures.write_csv(path, rows)
-    caption = (
-        f"python -m fgrpo_jax.experiments.compare --config {arguments.config} "
-        f"--gammas {arguments.gammas} --seeds {arguments.seeds} {' '.join(rest)}"
-    )
     draw(rows, arguments.samples, path.with_suffix(".png"), caption)
     console.print(table(rows, runs, arguments.samples))
     console.print(f"picture: {path.with_suffix('.png')}, data: {path}")

@@ -4,6 +4,7 @@ import contextlib
 import csv
 import io
 import pathlib
+import shlex
 import textwrap
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -43,6 +44,15 @@ def panels(rows: int, columns: int, height: float, **settings: Any) -> Iterator[
             yield figure, axes
         finally:
             plt.close(figure)
+
+
+def command(study: str, argv: Sequence[str]) -> str:
+    """What was typed, but for where it should write."""
+    words = list(argv)
+    if "--workdir" in words:
+        place = words.index("--workdir")
+        del words[place : place + 2]
+    return shlex.join(["python", "-m", f"fgrpo_jax.experiments.{study}", *words])
 
 
 def save(figure: Any, path: pathlib.Path, command: str) -> None:

@@ -17,7 +17,6 @@ from rich.table import Table
 from fgrpo_jax import StorageError, theory
 from fgrpo_jax.experiments import figures
 
-COMMAND = "python -m fgrpo_jax.experiments.tail_miss"
 PANELS = (  # success rate, rare shares, largest n: figure 1a, then figure 3
     (0.3, (0.05, 0.1, 0.2), 128),
     (0.8, (0.01, 0.05, 0.1, 0.2), 512),
@@ -63,7 +62,7 @@ def draw(rows: list[dict[str, Any]], path: pathlib.Path) -> None:
         lines = axes.flat[1].get_legend_handles_labels()
         title = "rare share ρ of the right answers; stars: peaks"
         figure.legend(*lines, loc="outside upper center", ncols=4, title=title, frameon=False)
-        figures.save(figure, path, COMMAND)
+        figures.save(figure, path, figures.command("tail_miss", []))
 
 
 def table(rows: list[dict[str, Any]]) -> Table:
