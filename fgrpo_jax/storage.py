@@ -83,10 +83,14 @@ def write(path: pathlib.Path, content: str | bytes) -> None:
 
 
 def settle(path: str | os.PathLike[str]) -> None:
-    """Returns when what a file or folder holds would outlast a loss of power."""
+    """Returns when what a file or folder holds would outlast a loss of power, where the disk can
+    tell."""
     number = os.open(path, os.O_RDONLY)
     try:
         os.fsync(number)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP):
+            raise
     finally:
         os.close(number)
 

@@ -1,3 +1,4 @@
+import contextlib
 import errno
 import os
 
@@ -86,3 +87,13 @@ def test_other_errors_stay_as_they_are(tmp_path):
         with pytest.raises(type(error)) as caught, storage.at(tmp_path):
             raise error
         assert caught.value is error
+
+
+@pytest.mark.parametrize("number, raises", [(errno.EINVAL, False), (errno.EIO, True)])
+def test_a_disk_that_cannot_settle_a_folder_is_no_refusal(tmp_path, monkeypatch, number, raises):
+    def fsync(_):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    with pytest.raises(OSError) if raises else contextlib.nullcontext():
+        storage.settle(tmp_path)
