@@ -18,6 +18,14 @@ from fgrpo_jax.config import Config
 Job = Callable[[Config, pathlib.Path, Console], object]
 
 
+def overrides(flags: Sequence[str]) -> list[str]:
+    """KEY=VALUE of each --config.KEY=VALUE; UserError for another flag."""
+    for flag in flags:
+        if not flag.startswith("--config."):
+            raise UserError(f"unknown flag {flag}: settings are given as --config.KEY=VALUE")
+    return [flag.removeprefix("--config.") for flag in flags]
+
+
 def run(
     job: Job,
     description: str,
@@ -37,11 +45,7 @@ def run(
     arguments, rest = parser.parse_known_args(argv)
     console = Console(highlight=False, soft_wrap=True)
     try:
-        for flag in rest:
-            if not flag.startswith("--config."):
-                raise UserError(f"unknown flag {flag}: settings are given as --config.KEY=VALUE")
-        overrides = [flag.removeprefix("--config.") for flag in rest]
-        c = load(arguments.config, overrides, arguments.method)
+        c = load(arguments.config, overrides(rest), arguments.method)
         name = "_".join(pathlib.Path(file).stem for file in (arguments.config, *arguments.method))
         job(c, pathlib.Path(arguments.workdir or f"runs/{name}"), console)
     except UserError as error:

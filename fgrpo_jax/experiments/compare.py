@@ -21,6 +21,7 @@ from rich.console import Console
 from rich.table import Table
 
 from fgrpo_jax import StorageError, UserError, config, jsons, metrics
+from fgrpo_jax import main as command_line
 from fgrpo_jax.experiments import figures
 from fgrpo_jax.pass_at_k import pass_at_k, powers_up_to
 
@@ -276,11 +277,7 @@ def compare(arguments: argparse.Namespace, rest: list[str], console: Console, ca
     gammas = sorted({float(gamma) for gamma in arguments.gammas.split(",")})
     if arguments.seeds < 1 or arguments.samples < 1:
         raise UserError("--seeds and --samples must be above 0")
-    for flag in rest:
-        if not flag.startswith("--config."):
-            raise UserError(f"unknown flag {flag}: settings are given as --config.KEY=VALUE")
-    overrides = [flag.removeprefix("--config.") for flag in rest]
-    overrides.append(f"eval.samples={arguments.samples}")
+    overrides = [*command_line.overrides(rest), f"eval.samples={arguments.samples}"]
     config.load(arguments.config, overrides)  # its mistakes, once
     for seed in range(arguments.seeds):  # in the outer loop: all gammas go on alike
         for gamma in gammas:
