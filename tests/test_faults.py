@@ -168,7 +168,7 @@ def series(kills, seed, folder, whole):
     rng = random.Random(seed)
     done, finished, resumes, moments = 0, 0, [], dict.fromkeys(MOMENTS, 0)
     here = folder / "0"
-    while done < kills or (here.exists() and not (here / "summary.json").exists()):
+    while done < kills or not finished or here.exists():
         moment = list(MOMENTS)[done % len(MOMENTS)] if done < kills else "any time"
         most = {"any time": seconds, "a removal": 0.004}.get(moment, 0.3 * seconds * rng.random())
         delay = rng.uniform(0, most) if done < kills else 1e9
@@ -181,7 +181,6 @@ def series(kills, seed, folder, whole):
         else:
             done += 1
             moments[moment] += 1
-    assert finished >= 1
     where = ", ".join(f"{n} in {moment}" for moment, n in moments.items() if n)
     FAULTS.append(
         ("kill -9", f"{kills} ({where})", f"{kills}; {finished} runs ended bit-equal", "-",
