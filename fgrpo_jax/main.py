@@ -32,8 +32,7 @@ def run(
     argv: Sequence[str],
     load: Callable[..., Config] = config.load,
 ) -> int:
-    """Reads the flags, runs the job, returns the exit code: 0 done, 2 a mistake of the user's,
-    74 a disk or bucket refused, 75 asked to stop, and saved. `load` is of the config's kind."""
+    """Reads the flags and runs the job; its `exit_code`. `load` is of the config's kind."""
     parser = argparse.ArgumentParser(description=description, allow_abbrev=False)
     parser.add_argument("--config", required=True, help="Python file with get_config()")
     parser.add_argument(
@@ -44,10 +43,21 @@ def run(
     )
     arguments, rest = parser.parse_known_args(argv)
     console = Console(highlight=False, soft_wrap=True)
-    try:
+
+    def work() -> None:
         c = load(arguments.config, overrides(rest), arguments.method)
         name = "_".join(pathlib.Path(file).stem for file in (arguments.config, *arguments.method))
         job(c, pathlib.Path(arguments.workdir or f"runs/{name}"), console)
+
+    return exit_code(work)
+
+
+def exit_code(work: Callable[[], int | None]) -> int:
+    """What it returns, 0 for None; 2 where it is a mistake of the user's, 74 where a disk or bucket
+    refused, 75 where it was asked to stop, and saved, 130 where it was interrupted: said on
+    stderr."""
+    try:
+        return work() or 0
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -60,7 +70,6 @@ def run(
     except KeyboardInterrupt:
         print("interrupted: run the same command again to go on", file=sys.stderr)
         return 130
-    return 0
 
 
 def _train(c: Config, workdir: pathlib.Path, console: Console) -> object:

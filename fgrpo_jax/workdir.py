@@ -9,7 +9,7 @@ import os
 import pathlib
 import platform
 import socket
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
 from fgrpo_jax import UserError, config, distributed, jsons, storage
@@ -69,7 +69,7 @@ def locked(workdir: pathlib.Path) -> Iterator[None]:
         yield
 
 
-def check(c: Config, workdir: pathlib.Path) -> None:
+def check(c: Config, workdir: pathlib.Path, may_change: Collection[str] = MAY_CHANGE) -> None:
     """UserError naming the keys in which the workdir's run differs from this one, if any."""
     path = workdir / "config.json"
     try:
@@ -78,7 +78,7 @@ def check(c: Config, workdir: pathlib.Path) -> None:
         theirs = jsons.read_json(path)
     except UserError as error:
         raise UserError(f"{path} is no config of a run: give another --workdir") from error
-    differ = differences(theirs, config.keys(c))
+    differ = differences(theirs, config.keys(c), may_change)
     if differ:
         raise UserError(
             f"workdir {workdir} holds a run of another config; it differs in {differ}: give "
@@ -86,13 +86,15 @@ def check(c: Config, workdir: pathlib.Path) -> None:
         )
 
 
-def differences(theirs: dict[str, Any], mine: dict[str, Any]) -> str:
+def differences(
+    theirs: dict[str, Any], mine: dict[str, Any], may_change: Collection[str] = MAY_CHANGE
+) -> str:
     """The keys in which two configs are of different runs, with the values of both."""
     mine = json.loads(json.dumps(mine))  # lists for tuples
     return ", ".join(
         f"{key} (there {theirs.get(key)!r}, here {mine.get(key)!r})"
         for key in sorted(mine.keys() | theirs.keys())
-        if mine.get(key) != theirs.get(key) and key not in MAY_CHANGE
+        if mine.get(key) != theirs.get(key) and key not in may_change
     )
 
 

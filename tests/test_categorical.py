@@ -119,6 +119,8 @@ def test_it_goes_on_where_it_was_and_refuses_another_config(tmp_path, monkeypatc
     assert (tmp_path / "categorical.png").read_bytes()[:4] == b"\x89PNG"
     assert run(tmp_path, *SMALL, "seed=5") == 2
     assert "it differs in seed (there 0, here 5)" in capsys.readouterr().err
+    assert run(tmp_path, *SMALL, "steps=40") == 2  # though a training run may have more
+    assert "it differs in steps (there 20, here 40)" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -138,3 +140,31 @@ def test_it_goes_on_where_it_was_and_refuses_another_config(tmp_path, monkeypatc
 def test_mistakes(tmp_path, capsys, override, says):
     assert run(tmp_path, override) == 2
     assert says in capsys.readouterr().err
+
+
+REFERENCE = (  # of one seed, by an independent program: gamma, N, right mass, retained
+    (0, 2, 0.6325, 0.994), (0, 8, 0.652, 0.965), (0, 32, 0.703, 0.962), (0, 256, 0.993, 0.0425),
+    (0, 1024, 0.9965, 0.033), (0, 8192, 0.9989, 0.043), (0, 65536, 0.9967, 0.619),
+    (0, 131072, 0.9935, 0.995), (1, 2, 0.6325, 0.994), (1, 256, 0.975, 0.149),
+    (1, 8192, 0.992, 0.195), (1, 131072, 0.9714, 1.0),
+)  # fmt: skip
+
+
+def test_the_published_sweep_is_the_papers_figure_2():
+    """The data beside the README's picture: each statement of the paper, and each reference value
+    within four standard deviations of the difference between one seed and the mean of four."""
+    rows = figures.read_csv(CONFIG.parents[1] / "docs/figures/categorical.csv")
+    c = settings()
+    assert {(row["gamma"], row["samples"], row["seed"]) for row in rows} == {
+        (gamma, n, seed) for gamma in c.gammas for n in c.samples for seed in range(c.seeds)
+    }
+    held = categorical.statements(rows)
+    assert len(held) == 7 and all(held.values()), held
+    end = [row for row in rows if row["step"] == c.steps]
+    for gamma, n, right, retained in REFERENCE:
+        mine = [row for row in end if (row["gamma"], row["samples"]) == (gamma, n)]
+        for name, reference in (("right_mass", right), ("retained", retained)):
+            values = np.array([row[name] for row in mine])
+            rounding = 0.0006
+            error = 4 * values.std(ddof=1) * np.sqrt(1 + 1 / 4) + rounding
+            assert abs(values.mean() - reference) < error, (gamma, n, name, values, reference)

@@ -214,28 +214,27 @@ def draw(c: Config, rows: list[dict[str, Any]], path: pathlib.Path, command: str
             (middle, "retained", "share of it retained"),
         ):
             for color, n in zip(figures.COLORS, sizes, strict=False):
+                axis.plot([], [], color=color, label=f"N = {n:,}")
                 for gamma, style in styles.items():
                     mine = [r for r in rows if (r["samples"], r["gamma"]) == (n, gamma)]
                     steps = sorted({r["step"] for r in mine})
                     means = [np.mean([r[name] for r in mine if r["step"] == s]) for s in steps]
-                    axis.plot(steps, means, style, color=color, label=f"N = {n:,}" * (gamma == 0))
+                    axis.plot(steps, means, style, color=color)
             axis.set(xlabel="step", ylabel=label, ylim=(0, 1.02))
-        middle.legend(loc="center right", handlelength=1.2)
         for name, color in (("right_mass", figures.COLORS[2]), ("retained", figures.COLORS[1])):
+            right.plot([], [], marker=".", color=color, label=name.replace("_", " "))
             for gamma, style in styles.items():
                 values = [end[gamma, n][name] for n in c.samples]
-                label = {"right_mass": "right mass", "retained": "retained"}[name]
-                label += f", γ = {gamma:g}"
-                right.plot(c.samples, values, style, marker=".", color=color, label=label)
+                right.plot(c.samples, values, style, marker=".", color=color)
         _shade(right, [(n, end[c.gammas[0], n]["retained"]) for n in c.samples])
         right.set_xscale("log", base=2)
         right.set(xlabel="group size N", ylabel=f"after {c.steps:,} steps", ylim=(0, 1.12))
-        right.legend(loc="lower left", fontsize=6)
         for axis, letter in ((left, "a"), (middle, "b"), (right, "c")):
-            axis.set_title(f"({letter})", loc="left")
-        figures.save(
-            figure, path, f"solid: γ = {c.gammas[0]:g}, dashed: γ = {c.gammas[-1]:g}. {command}"
-        )
+            axis.set_title(f"({letter})", loc="left", x=-0.2, pad=14)
+            axis.legend(loc="lower right", bbox_to_anchor=(1.02, 1), ncols=2, fontsize=6)
+        lines = zip(c.gammas, ("solid", "dashed", "dotted", "dash-dotted"), strict=False)
+        key = ", ".join(f"{line}: γ = {gamma:g}" for gamma, line in lines)
+        figures.save(figure, path, f"{key}. {command}")
 
 
 def _shade(axis: Any, retained: list[tuple[int, float]]) -> None:
@@ -255,17 +254,18 @@ def study(c: Config, workdir: pathlib.Path, console: Console, command: str) -> N
     """Simulates what the workdir lacks; writes categorical.csv and categorical.png, which says the
     command."""
     check(c)
-    workdirs.check(c, workdir)
-    workdirs.claim(c, workdir)
     path = workdir / "categorical.csv"
-    rows = figures.read_csv(path)
-    for n in c.samples:
-        if all(row["samples"] != n for row in rows):
-            rows += run(c, n)
-            figures.write_csv(path, rows)
-            console.print(f"N = {n:,}", end=" ", highlight=False)
-    console.print()
-    draw(c, rows, path.with_suffix(".png"), command)
+    with workdirs.locked(workdir):
+        workdirs.check(c, workdir, may_change=())
+        workdirs.claim(c, workdir)
+        rows = figures.read_csv(path)
+        for n in c.samples:
+            if all(row["samples"] != n for row in rows):
+                rows += run(c, n)
+                figures.write_csv(path, rows)
+                console.print(f"N = {n:,}", end=" ", highlight=False)
+        console.print()
+        draw(c, rows, path.with_suffix(".png"), command)
     out = Table("N", "gamma", *METRICS, "±")
     for (gamma, n), values in finals(rows).items():
         numbers = [f"{values[name]:.3f}" for name in (*METRICS, "error")]

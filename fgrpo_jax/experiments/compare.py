@@ -20,7 +20,7 @@ from jaxtyping import Float, Int
 from rich.console import Console
 from rich.table import Table
 
-from fgrpo_jax import StorageError, UserError, config, jsons, metrics
+from fgrpo_jax import UserError, config, jsons, metrics
 from fgrpo_jax import main as command_line
 from fgrpo_jax.experiments import figures
 from fgrpo_jax.pass_at_k import pass_at_k, powers_up_to
@@ -260,14 +260,8 @@ def main(argv: Sequence[str]) -> int:
     arguments, rest = parser.parse_known_args(argv)
     arguments.workdir = arguments.workdir or f"runs/compare_{pathlib.Path(arguments.config).stem}"
     console = Console(highlight=False, soft_wrap=True)
-    try:
-        return compare(arguments, rest, console, figures.command("compare", argv))
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except StorageError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 74
+    caption = figures.command("compare", argv)
+    return command_line.exit_code(lambda: compare(arguments, rest, console, caption))
 
 
 def compare(arguments: argparse.Namespace, rest: list[str], console: Console, caption: str) -> int:
