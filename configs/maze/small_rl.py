@@ -20,6 +20,7 @@ def get_config():
     c.reward = "maze"
     c.algo.focal_gamma = 0.5
     c.rollout.max_response = 32
+    c.rollout.slots = 512  # what a CPU's cache holds: evaluations are twice as fast
     c.optim.lr = 1e-4
     c.checkpoint.every = 60
     c.eval.every = 60

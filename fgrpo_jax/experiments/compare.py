@@ -2,8 +2,9 @@
 
 Trains a config at several exponents of the focal weight and seeds, and draws what became of pass@1
 and of pass@k. Each run is fgrpo_jax.main in a folder of its own: the same command goes on where it
-was cut off, and with more gammas or seeds adds to what there is. Intervals are of 95 %, over seeds
-and held-out problems, both drawn again (bootstrap).
+was cut off, and with more gammas or seeds adds to what there is. It is evaluated before and after;
+with --config.eval.every=N, along the way too. Intervals are of 95 %, over seeds and held-out
+problems, both drawn again (bootstrap).
 """
 
 import argparse
@@ -271,7 +272,8 @@ def compare(arguments: argparse.Namespace, rest: list[str], console: Console, ca
     gammas = sorted({float(gamma) for gamma in arguments.gammas.split(",")})
     if arguments.seeds < 1 or arguments.samples < 1:
         raise UserError("--seeds and --samples must be above 0")
-    overrides = [*command_line.overrides(rest), f"eval.samples={arguments.samples}"]
+    evaluation = [f"eval.samples={arguments.samples}", "eval.every=0"]
+    overrides = evaluation + command_line.overrides(rest)
     config.load(arguments.config, overrides)  # its mistakes, once
     for seed in range(arguments.seeds):  # in the outer loop: all gammas go on alike
         for gamma in gammas:
