@@ -14,7 +14,8 @@ import numpy as np
 from fgrpo_jax import UserError, attention, sharding, weights
 from fgrpo_jax.layers import multiply
 from fgrpo_jax.layout import Layout, SamplerSettings, cache_bytes
-from fgrpo_jax.model import DTYPES, Cache, ModelConfig, Policy
+from fgrpo_jax.model import DTYPES, Cache, Policy
+from fgrpo_jax.model_config import ModelConfig
 from fgrpo_jax.sampler import make_sampler
 from fgrpo_jax.sampling import Sampling
 from fgrpo_jax.slots import make_programs

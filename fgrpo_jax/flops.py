@@ -2,7 +2,7 @@
 
 from typing import Any, NamedTuple
 
-from fgrpo_jax.layers import ModelConfig
+from fgrpo_jax.model_config import ModelConfig
 
 Number = int | float
 
@@ -16,8 +16,7 @@ class Weights(NamedTuple):
 
     @classmethod
     def of(cls, m: ModelConfig) -> "Weights":
-        biases = m.head_size * (m.heads + 2 * m.kv_heads)
-        return cls(m.layer_matrices, biases + 2 * m.width, m.vocab * m.width)
+        return cls(m.layer_matrices, m.layer_vectors, m.vocab * m.width)
 
 
 def parameters(m: ModelConfig) -> int:

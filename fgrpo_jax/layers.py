@@ -1,10 +1,9 @@
-"""One Qwen2.5 layer, of the shape that config.json gives.
+"""One layer of Qwen2.5, Qwen3 or Llama, of the shape that config.json gives.
 
 Linen used thinly: explicit names in Hugging Face's order, and a weight in Hugging Face's
 [out, in] order, which is also how einsum takes it.
 """
 
-import dataclasses
 import functools
 from typing import Any
 
@@ -15,109 +14,13 @@ from flax import struct
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array
 
-from fgrpo_jax import UserError
 from fgrpo_jax.adapters import EQUATIONS, equations
 from fgrpo_jax.attention import causal_attention, decode_attention
+from fgrpo_jax.model_config import ModelConfig
 from fgrpo_jax.products import product
 from fgrpo_jax.sharding import constrain
 
-LARGEST = {  # of config.json's sizes that are believed, before anything is made of them
-    "vocab_size": 1 << 24,
-    "hidden_size": 1 << 18,
-    "intermediate_size": 1 << 20,
-    "num_hidden_layers": 1000,
-    "num_attention_heads": 1 << 12,
-    "num_key_value_heads": 1 << 12,
-    "head_dim": 1 << 12,
-}
 MULTIPLIED = "multiplied"  # checkpoint_name of products with weights
-
-
-@dataclasses.dataclass(frozen=True)
-class ModelConfig:
-    """The shape of a Qwen2 model."""
-
-    vocab: int  # V, rows of the embedding
-    width: int  # D
-    layers: int  # L
-    heads: int  # Q
-    kv_heads: int  # K
-    head_size: int  # H
-    feed_forward: int  # F
-    rope_theta: float
-    rms_eps: float
-    tied: bool  # the embedding is the head
-
-    def column_bytes(self, itemsize: int, tp: int = 1) -> int:
-        """Of a column's keys and values in all layers, on one of tp devices."""
-        return 2 * self.layers * -(-self.kv_heads // tp) * self.head_size * itemsize
-
-    @property
-    def layer_matrices(self) -> int:
-        """Entries of one layer's weights that are multiplied by."""
-        heads = self.width * self.head_size * (2 * self.heads + 2 * self.kv_heads)
-        return heads + 3 * self.width * self.feed_forward
-
-    @classmethod
-    def from_hugging_face(cls, c: dict[str, Any], file: str = "config.json") -> "ModelConfig":
-        """From the content of a config.json; UserError on what this policy does not compute."""
-
-        def size(key: str, default: int | None = None) -> int:
-            value = default if c.get(key) is None else c[key]
-            if value is None:
-                raise UserError(f"{file} has no {key}")
-            if type(value) is not int or not 1 <= value <= LARGEST[key]:
-                raise UserError(
-                    f"{file} has {key} {value!r:.40}: it must be a whole number from 1 to "
-                    f"{LARGEST[key]}"
-                )
-            return value
-
-        def number(key: str, value: Any) -> float:
-            if type(value) not in (int, float) or not 0 < value < 1e12:
-                raise UserError(f"{file} has {key} {value!r:.40}: it must be a number above 0")
-            return float(value)
-
-        if c.get("model_type") != "qwen2":
-            raise UserError(f"{file} has model_type {c.get('model_type')!r:.40}: it must be qwen2")
-        if c.get("use_sliding_window"):
-            raise UserError(f"{file} has use_sliding_window true: it is not supported")
-        if c.get("hidden_act", "silu") != "silu":
-            raise UserError(f"{file} has hidden_act {c['hidden_act']!r:.40}: it must be silu")
-        rope = c.get("rope_parameters") or c.get("rope_scaling") or {}
-        if not isinstance(rope, dict) or rope.get("rope_type", rope.get("type", "default")) != (
-            "default"
-        ):
-            raise UserError(f"{file} scales RoPE: only the default rotation is supported")
-        tied = c.get("tie_word_embeddings", False)
-        if not isinstance(tied, bool):
-            raise UserError(
-                f"{file} has tie_word_embeddings {tied!r:.40}: it must be true or false"
-            )
-        width, heads = size("hidden_size"), size("num_attention_heads")
-        kv_heads = size("num_key_value_heads", heads)
-        if heads % kv_heads or (c.get("head_dim") is None and width % heads):
-            raise UserError(
-                f"{file} has hidden_size {width}, num_attention_heads {heads} and "
-                f"num_key_value_heads {kv_heads}: each must be a multiple of the next"
-            )
-        head_size = size("head_dim", width // heads)
-        if head_size % 2:
-            raise UserError(
-                f"{file} has heads of size {head_size}: RoPE turns pairs, so it is even"
-            )
-        return cls(
-            vocab=size("vocab_size"),
-            width=width,
-            layers=size("num_hidden_layers"),
-            heads=heads,
-            kv_heads=kv_heads,
-            head_size=head_size,
-            feed_forward=size("intermediate_size"),
-            rope_theta=number("rope_theta", c.get("rope_theta", rope.get("rope_theta", 10_000.0))),
-            rms_eps=number("rms_norm_eps", c.get("rms_norm_eps", 1e-6)),
-            tied=tied,
-        )
 
 
 @struct.dataclass
@@ -181,19 +84,20 @@ class RMSNorm(nn.Module):
     eps: float
 
     @nn.compact
-    def __call__(self, x_BTD: Array) -> Array:
-        weight_D = self.param("weight", nn.initializers.ones, x_BTD.shape[-1:])
-        x32 = x_BTD.astype(jnp.float32)
+    def __call__(self, x: Array) -> Array:
+        weight = self.param("weight", nn.initializers.ones, x.shape[-1:])
+        x32 = x.astype(jnp.float32)
         x32 *= jax.lax.rsqrt((x32**2).mean(axis=-1, keepdims=True) + self.eps)
-        return weight_D.astype(x_BTD.dtype)[None, None] * x32.astype(x_BTD.dtype)
+        return jnp.expand_dims(weight.astype(x.dtype), tuple(range(x.ndim - 1))) * x32.astype(
+            x.dtype
+        )
 
 
 Turn = tuple[Array, Array]  # sine and cosine of rotary position embedding, [B T 1 H/2] each
 
 
-def make_turn(position_BT: Array, head_size: int, theta: float) -> Turn:
-    half = head_size // 2
-    frequency_H = theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
+def make_turn(position_BT: Array, config: ModelConfig) -> Turn:
+    frequency_H = jnp.array(config.frequencies(), jnp.float32)
     # bfloat16 would round position 257 to 256
     angle = position_BT.astype(jnp.float32)[..., None, None] * frequency_H[None, None, None]
     return jnp.sin(angle), jnp.cos(angle)
@@ -216,9 +120,13 @@ class Attention(nn.Module):
         whole, one = self.backends
         q_shape = (c.heads, c.head_size, c.width)
         kv_shape = (c.kv_heads, c.head_size, c.width)
-        q = Linear(q_shape, 2, name="q_proj")(x_BTD)
-        k = Linear(kv_shape, 2, name="k_proj")(x_BTD)
-        v = Linear(kv_shape, 2, name="v_proj")(x_BTD)
+        rank = 2 if c.bias else 0
+        q = Linear(q_shape, rank, name="q_proj")(x_BTD)
+        k = Linear(kv_shape, rank, name="k_proj")(x_BTD)
+        v = Linear(kv_shape, rank, name="v_proj")(x_BTD)
+        if c.qk_norm:
+            q = RMSNorm(c.rms_eps, name="q_norm")(q)
+            k = RMSNorm(c.rms_eps, name="k_norm")(k)
         q_BTQH = constrain(rotate(q, turn), "BTQH")
         k_BKTH = constrain(rotate(k, turn).swapaxes(1, 2), "BKSH")
         v_BKTH = constrain(v.swapaxes(1, 2), "BKSH")

@@ -1,4 +1,4 @@
-"""The Qwen2.5 policy: params, tokens and cache in; hidden states, logits and cache rows out."""
+"""The policy: params, tokens and cache in; hidden states, logits and cache rows out."""
 
 import dataclasses
 import functools
@@ -15,13 +15,13 @@ from fgrpo_jax.adapters import Lora
 from fgrpo_jax.layers import (
     MULTIPLIED,
     Layer,
-    ModelConfig,
     Past,
     RMSNorm,
     Turn,
     make_turn,
     multiply,
 )
+from fgrpo_jax.model_config import ModelConfig
 from fgrpo_jax.numerics import MASKED
 from fgrpo_jax.sharding import constrain, shards
 from fgrpo_jax.validation import Config
@@ -83,7 +83,7 @@ class Policy:
         c = self.config
         embed_key, head_key, *layer_keys = jax.random.split(key, 2 + c.layers)
         x_BTD, start_B = jnp.zeros((1, 1, c.width)), jnp.zeros(1, jnp.int32)
-        turn = make_turn(jnp.zeros((1, 1)), c.head_size, c.rope_theta)
+        turn = make_turn(jnp.zeros((1, 1)), c)
 
         def init_layer(key: Array) -> Any:
             return Layer(c, ("xla", "xla"), "BTD").init(key, x_BTD, turn, start_B, None)["params"]
@@ -238,8 +238,7 @@ class Policy:
         return "BtD" if self.share_columns and columns > 1 else "BTD"
 
     def _turn(self, position_BT: Array) -> Turn:
-        c = self.config
-        return make_turn(jnp.maximum(position_BT, 0), c.head_size, c.rope_theta)
+        return make_turn(jnp.maximum(position_BT, 0), self.config)
 
     def _embed(self, params: Any, token_BT: Array) -> Array:
         weight_VD = params["embed_tokens"]["weight"]

@@ -30,16 +30,16 @@ from fgrpo_jax import (
 )
 from fgrpo_jax.accelerators import Topology
 from fgrpo_jax.config import Config
-from fgrpo_jax.layers import ModelConfig
 from fgrpo_jax.layout import Layout, settings_of
 from fgrpo_jax.logprobs import make_logprobs
 from fgrpo_jax.model import Policy, backends_of, shares_columns
+from fgrpo_jax.model_config import ModelConfig
 from fgrpo_jax.optimizer import make_optimizer, make_schedule
 from fgrpo_jax.sampling import Sampling
 from fgrpo_jax.slots import make_programs
 from fgrpo_jax.structs import LearnerBatch
 
-SHAPES = pathlib.Path(__file__).parent / "assets" / "shapes" / "qwen2.json"
+SHAPES = pathlib.Path(__file__).parent / "assets" / "shapes" / "models.json"
 DTYPES = {"auto": jnp.bfloat16, "bfloat16": jnp.bfloat16, "float32": jnp.float32}
 STOP_IDS = (1, 0)  # any two: only their number matters to the program
 
@@ -49,7 +49,7 @@ def model_shape(path: str) -> ModelConfig:
     if path.startswith("embedded:") or (pathlib.Path(path) / "config.json").is_file():
         return weights.model_config(weights.resolve(path))
     known = json.loads(SHAPES.read_text())
-    name = pathlib.PurePath(path).name.removesuffix("-Instruct")
+    name = pathlib.PurePath(path).name.removesuffix("-Instruct").removesuffix("-Base")
     if name not in known:
         raise UserError(
             f"model.path is {path}: there is no {path}/config.json, and its last part is none of "

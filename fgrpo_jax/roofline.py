@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from fgrpo_jax.accelerators import Chip
 from fgrpo_jax.flops import BACKWARD, Number, Weights, Work, forward_flop, parameters
-from fgrpo_jax.layers import ModelConfig
+from fgrpo_jax.model_config import ModelConfig
 
 GIB = 2**30
 HEADROOM = 0.1  # of memory that must stay free: peaks at O0 are some 7 % below the full level's

@@ -35,6 +35,7 @@ PARAMS = (  # path, axes
     (r"mlp/down_proj/lora_A", (None, None, "tp")),  # LRF
     (r"(o|down)_proj/lora_B", (None, "fsdp", None)),  # LDR
     (r"(input|post_attention)_layernorm/weight", (None, None)),  # LD
+    (r"self_attn/[qk]_norm/weight", (None, None)),  # LH
     (r"norm/weight", (None,)),  # D
 )
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from fgrpo_jax import accelerators, distributed, flops, timing
 from fgrpo_jax.flops import Work
-from fgrpo_jax.layers import ModelConfig
+from fgrpo_jax.model_config import ModelConfig
 from fgrpo_jax.structs import LearnerBatch, Rollouts
 
 

@@ -21,7 +21,8 @@ from jax.sharding import Mesh
 
 from fgrpo_jax import UserError, sharding
 from fgrpo_jax.jsons import LIMIT, parse, read_json
-from fgrpo_jax.model import ModelConfig, Policy
+from fgrpo_jax.model import Policy
+from fgrpo_jax.model_config import ModelConfig
 from fgrpo_jax.validation import Config
 
 READ = 8 << 20  # bytes of whole rows read at a time
@@ -209,7 +210,9 @@ def check(folder: pathlib.Path, policy: Policy) -> dict[str, Tensor]:
     for name in tensors.keys() - expected.keys():
         tied_head = name == "lm_head.weight" and policy.config.tied
         if not tied_head and not name.endswith("rotary_emb.inv_freq"):
-            raise UserError(f"checkpoint {folder} has tensor {name}, which Qwen2 has no place for")
+            raise UserError(
+                f"checkpoint {folder} has tensor {name}, which its config.json has no place for"
+            )
     return tensors
 
 

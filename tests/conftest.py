@@ -17,7 +17,8 @@ CACHE = pathlib.Path(tempfile.gettempdir()) / f"fgrpo_jax_test_cache_{jax.__vers
 jax.config.update("jax_compilation_cache_dir", str(CACHE))
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
 
-from fgrpo_jax.model import ModelConfig, Policy  # noqa: E402
+from fgrpo_jax.model import Policy  # noqa: E402
+from fgrpo_jax.model_config import ModelConfig  # noqa: E402
 
 DATA = pathlib.Path(__file__).parent / "data"
 FAULTS: list[tuple[str, ...]] = []  # what was tried, for the table at the end

@@ -1,7 +1,7 @@
 """Random Hugging Face folders, the same on every machine, and their logits by torch.
 
-`python tests/qwen2_folder.py` writes tests/data/golden_logits.npz with transformers' own Qwen2;
-needs torch.
+`python tests/qwen2_folder.py` writes tests/data/golden_logits.npz with transformers' own
+models; needs torch.
 """
 
 import json
@@ -16,7 +16,17 @@ VARIANTS = {
     "untied": dict(tie_word_embeddings=False, num_key_value_heads=4),
     "gqa": dict(tie_word_embeddings=True, num_key_value_heads=2, rope_theta=1_000_000.0),
     "one_kv_head": dict(tie_word_embeddings=False, num_key_value_heads=1, hidden_size=48),
-}
+    "qwen3": dict(
+        model_type="qwen3", architectures=["Qwen3ForCausalLM"], head_dim=16, attention_bias=False
+    ),
+    "llama3": dict(  # wavelengths that are kept, blended and stretched, within ten positions
+        model_type="llama", architectures=["LlamaForCausalLM"], rope_theta=50.0, head_dim=16,
+        rope_scaling=dict(
+            rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,
+            original_max_position_embeddings=32,
+        ),
+    ),
+}  # fmt: skip
 
 
 def hf_config(**changes):
@@ -32,7 +42,7 @@ def random_tensors(config, seed=0):
     """Weights by Hugging Face's names, from numpy's frozen generator."""
     random = np.random.RandomState(seed)
     D, F = config["hidden_size"], config["intermediate_size"]
-    H = D // config["num_attention_heads"]
+    H = config.get("head_dim") or D // config["num_attention_heads"]
     Q, K = config["num_attention_heads"] * H, config["num_key_value_heads"] * H
     shapes = {"model.embed_tokens.weight": (config["vocab_size"], D)}
     for i in range(config["num_hidden_layers"]):
@@ -43,7 +53,12 @@ def random_tensors(config, seed=0):
             "self_attn.o_proj.weight": (D, Q), "mlp.gate_proj.weight": (F, D),
             "mlp.up_proj.weight": (F, D), "mlp.down_proj.weight": (D, F),
             "input_layernorm.weight": (D,), "post_attention_layernorm.weight": (D,),
+            "self_attn.q_norm.weight": (H,), "self_attn.k_norm.weight": (H,),
         }.items():  # fmt: skip
+            if name.endswith("bias") and config["model_type"] != "qwen2":
+                continue
+            if name[10:].startswith(("q_norm", "k_norm")) and config["model_type"] != "qwen3":
+                continue
             shapes[f"model.layers.{i}.{name}"] = shape
     shapes["model.norm.weight"] = (D,)
     if not config["tie_word_embeddings"]:
@@ -82,9 +97,9 @@ def tokens(vocab=64):
 
 def torch_logits(folder, ids, start):
     import torch
-    from transformers import Qwen2ForCausalLM
+    from transformers import AutoModelForCausalLM
 
-    model = Qwen2ForCausalLM.from_pretrained(
+    model = AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.float32, attn_implementation="eager"
     )
     columns = np.arange(ids.shape[1])[None]

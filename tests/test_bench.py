@@ -8,7 +8,7 @@ import pytest
 from fgrpo_jax import bench, bench_sampler
 from fgrpo_jax.bench_sampler import Mortal, Shape, hazards, step_cost
 from fgrpo_jax.layout import SamplerSettings
-from fgrpo_jax.model import ModelConfig
+from fgrpo_jax.model_config import ModelConfig
 from fgrpo_jax.sampler import make_sampler
 from fgrpo_jax.sampling import Sampling
 from fgrpo_jax.structs import Prompts

@@ -11,6 +11,8 @@ from fgrpo_jax import flops, programs
     "name, billions",
     [
         ("Qwen2.5-0.5B", 0.494),
+        ("Qwen3-4B-Base", 4.022),
+        ("Llama-3.2-3B-Instruct", 3.213),
         ("Qwen2.5-1.5B", 1.544),
         ("Qwen2.5-3B", 3.086),
         ("Qwen2.5-7B", 7.616),

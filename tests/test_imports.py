@@ -12,7 +12,7 @@ import fgrpo_jax
 PACKAGE = pathlib.Path(fgrpo_jax.__file__).parent
 ROWS = [
     "structs sharding storage distributed numerics forms answers timing accelerators hlo batches "
-    "pass_at_k jsons choices theory",
+    "pass_at_k jsons choices theory model_config",
     "validation fields arithmetic maze ragged packing sampling preemption products watchdog "
     "recompiles",
     "config cautions adapters attention advantages losses kl aggregators shaping tokenizer sources",

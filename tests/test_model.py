@@ -9,7 +9,8 @@ import qwen2_folder
 from conftest import DATA, tiny_config
 
 from fgrpo_jax import UserError, sharding, weights
-from fgrpo_jax.model import MASKED, REMAT, Cache, ModelConfig, Policy
+from fgrpo_jax.model import MASKED, REMAT, Cache, Policy
+from fgrpo_jax.model_config import ModelConfig, RopeScaling
 
 GOLDEN = np.load(DATA / "golden_logits.npz")
 TORCH = importlib.util.find_spec("torch") is not None
@@ -67,6 +68,21 @@ def test_decode_equals_the_full_forward(policy, params):
         args = (params, ids[:, column], start, jnp.int32(column), cache, width)
         hidden, cache = policy.decode(*args)
         np.testing.assert_allclose(hidden, full[:, column], rtol=1e-5, atol=1e-5)
+
+
+def test_decode_of_other_families_equals_the_full_forward():
+    """Queries and keys normalised, no bias, stretched wavelengths: of Qwen3 and Llama at once."""
+    scaling = RopeScaling(factor=4.0, low=1.0, high=4.0, context=16)
+    policy = Policy(tiny_config(bias=False, qk_norm=True, rope_theta=50.0, rope_scaling=scaling))
+    params = jax.tree.map(
+        lambda x: x * 8 if x.ndim > 2 else x + 0.3, policy.init(jax.random.key(0))
+    )
+    ids, start = jax.random.randint(jax.random.key(2), (2, 6), 0, 48), jnp.array([0, 2])
+    full = policy.hidden(params, ids, start)
+    _, cache = policy.prefill(params, ids[:, :5], start)
+    cache = jax.tree.map(lambda x: jnp.pad(x, [(0, 0)] * 3 + [(0, 1), (0, 0)]), cache)
+    hidden, _ = policy.decode(params, ids[:, 5], start, jnp.int32(5), cache)
+    np.testing.assert_allclose(hidden, full[:, 5], rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("pieces", [(4, 9), (1, 2, 9), (8, 9)])
@@ -197,7 +213,13 @@ def test_cache_is_written_only_at_its_column(policy, params):
 @pytest.mark.parametrize(
     "change, message",
     [
-        ({"model_type": "llama"}, "model_type 'llama': it must be qwen2"),
+        ({"model_type": "gemma"}, "model_type 'gemma': it must be one of qwen2, qwen3, llama"),
+        ({"model_type": "llama", "mlp_bias": True}, "mlp_bias true: it is not supported"),
+        ({"model_type": "qwen3", "attention_bias": True}, "attention_bias true"),
+        (
+            {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}},
+            "low_freq_factor None: it must be a number above 0",
+        ),
         ({"use_sliding_window": True}, "use_sliding_window"),
         ({"hidden_act": "gelu"}, "hidden_act"),
         ({"rope_scaling": {"type": "yarn"}}, "RoPE"),

@@ -5,7 +5,7 @@ import pytest
 
 from fgrpo_jax import programs, roofline
 from fgrpo_jax.accelerators import Chip
-from fgrpo_jax.layers import ModelConfig
+from fgrpo_jax.model_config import ModelConfig
 
 TINY = ModelConfig(
     vocab=32, width=8, layers=2, heads=4, kv_heads=2, head_size=4, feed_forward=16,
