@@ -31,7 +31,7 @@ from fgrpo_jax import workdir as workdirs
 from fgrpo_jax.checkpoint import Checkpoints
 from fgrpo_jax.config import Config
 from fgrpo_jax.estimators import make_advantage, shape_rewards
-from fgrpo_jax.evaluate import make_evaluate
+from fgrpo_jax.held_out import make_evaluate
 from fgrpo_jax.layout import SamplerSettings
 from fgrpo_jax.manifest import checksums
 from fgrpo_jax.metrics import Stopwatch

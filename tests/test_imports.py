@@ -21,7 +21,7 @@ ROWS = [
     "weights logprobs layout roofline",
     "slots export throughput",
     "sampler update",
-    "rollouts evaluate programs",
+    "rollouts held_out programs",
     "reference report bench_losses bench_sampler compiles",
     "build sft bench_update plan",
     "train bench",

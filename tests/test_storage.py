@@ -5,7 +5,7 @@ import os
 import pytest
 
 from fgrpo_jax import StorageError, UserError, storage
-from fgrpo_jax.evaluate import Counts
+from fgrpo_jax.held_out import Tallies, Tally
 from fgrpo_jax.metrics import Journal
 
 FULL = "/dev/full"  # where every write finds no space
@@ -39,16 +39,16 @@ def test_a_full_disk(tmp_path):
 
 def test_a_workdir_that_has_vanished(tmp_path):
     journal = Journal(tmp_path / "run/metrics.jsonl", 0)
-    counts = Counts(tmp_path / "run/step_0.0.jsonl", 4)
+    tallies = Tallies(tmp_path / "run/step_0.0.jsonl", 4)
     for path in (tmp_path / "run").iterdir():
         path.unlink()
     (tmp_path / "run").rmdir()
     with pytest.raises(StorageError, match="metrics.jsonl: No such file or directory"):
         journal.write({"step": 1})
     with pytest.raises(StorageError, match="step_0.0.jsonl: No such file or directory"):
-        counts.add(0, 1)
+        tallies.add(0, Tally(1, 0, 9, None))
     (tmp_path / "run").write_text("")
-    for make in (Journal, Counts):
+    for make in (Journal, Tallies):
         with pytest.raises(StorageError, match="run/file: (Not a directory|File exists)"):
             make(tmp_path / "run/file", 0)
 
