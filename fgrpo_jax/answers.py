@@ -4,6 +4,7 @@ import dataclasses
 import re
 from collections.abc import Callable
 from fractions import Fraction
+from typing import Any
 
 VERDICTS = ("right", "wrong", "no answer", "unparsable", "timed out", "crashed")
 MAX_ANSWER = 400  # characters; a longer answer is wrong
@@ -30,6 +31,13 @@ class Score:
     reward: float  # what the advantage is made of, before shaping
     correct: bool  # raw: what the focal weight and pass@k are made of
     info: str  # one of VERDICTS
+
+
+Reward = Callable[[Any, str, bool], Score]  # (problem, response, finished)
+
+
+def verdict(correct: bool) -> Score:
+    return Score(float(correct), correct, "right" if correct else "wrong")
 
 
 def after_thinking(response: str) -> str | None:
@@ -158,6 +166,8 @@ EXTRACT: dict[str, Callable[[str], str | None]] = {  # the answer of each shippe
     "maze": path,
     "maze_simulate": path,
 }
+KEPT = ("ifeval", "ifeval_loose", "synlogic")  # judges that others keep, as verifiers.py
+REWARDS = f"one of {', '.join((*EXTRACT, *KEPT))}, reasoning_gym:TASK or module:function"
 
 
 def normalise(text: str, unwrap: bool = True) -> str:

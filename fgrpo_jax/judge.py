@@ -7,7 +7,7 @@
     exact            the whole response
     maze             the actions up to DONE: the maze's own path
     maze_simulate    the same: any that lead to the goal and into no wall, detours included
-    reasoning_gym:T  the task's own verifier, right at a score of 1 (extra `tasks`)
+    reasoning_gym:T  and ifeval, ifeval_loose, synlogic: judges that others keep, as verifiers.py
     module:function  a user's own, of the same form
 
 `problem` has text, answer, kind, worked and data (what else its source knows). All but the quick
@@ -21,28 +21,23 @@ positive variables is wrong; without a box there is no answer.
 
 import importlib
 import re
-from collections.abc import Callable
 from typing import Any
 
+from fgrpo_jax import verifiers
 from fgrpo_jax.answers import (
     EXTRACT,
     MAX_ANSWER,
+    Reward,
     Score,
     last_number,
     normalise,
     plain_number,
     quick_verdict,
     reaches,
-    stated_answer,
+    verdict,
 )
 
-Reward = Callable[[Any, str, bool], Score]
-
 ALGEBRA = ("math", "gsm8k")  # may need math-verify
-
-
-def verdict(correct: bool) -> Score:
-    return Score(float(correct), correct, "right" if correct else "wrong")
 
 
 def gold_of(reward: str, answer: str) -> str:
@@ -86,26 +81,12 @@ def find(reward: str) -> Reward:
             or _algebra(gold_of(reward, problem.answer), EXTRACT[reward](response) or "")
         )
     module, _, name = reward.partition(":")
-    if module == "reasoning_gym":
-        return _reasoning_gym(name)
+    if module in verifiers.NEEDS:
+        return verifiers.find(reward)
     found: Reward = getattr(importlib.import_module(module), name)
     if not callable(found):
         raise TypeError(f"{reward} is no function")
     return found
-
-
-def _reasoning_gym(task: str) -> Reward:
-    reasoning_gym: Any = importlib.import_module("reasoning_gym")
-
-    score_answer: Any = reasoning_gym.get_score_answer_fn(task)
-
-    def score(problem: Any, response: str, finished: bool) -> Score:
-        answer = stated_answer(response)
-        if answer is None:
-            return Score(0.0, False, "no answer")
-        return verdict(score_answer(answer, problem.data) == 1.0)
-
-    return score
 
 
 def plain(gold: str) -> bool:

@@ -23,8 +23,8 @@ from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
-from fgrpo_jax import UserError, judge
-from fgrpo_jax.answers import EXTRACT, MAX_ANSWER, Score
+from fgrpo_jax import UserError, judge, verifiers
+from fgrpo_jax.answers import EXTRACT, MAX_ANSWER, REWARDS, Score
 
 MEMORY = 4 << 30  # bytes of address space a worker may take
 MAX_RESPONSE = 1 << 20  # characters of a response that a worker is sent
@@ -235,11 +235,11 @@ def _check(reward: str) -> None:
     try:
         judge.find(reward)
     except Exception as error:
+        kept = verifiers.NEEDS.get(reward.partition(":")[0])
         hint = (
-            "install the extra: pip install 'fgrpo_jax[tasks]'"
-            if isinstance(error, ModuleNotFoundError) and reward.startswith("reasoning_gym:")
-            else f"it must be one of {', '.join(EXTRACT)}, reasoning_gym:TASK or "
-            "module:function, importable from here"
+            kept
+            if kept and isinstance(error, ModuleNotFoundError)
+            else f"it must be {REWARDS}, importable from here"
         )
         raise UserError(f"reward is {reward!r} and cannot be found ({error}): {hint}") from error
 

@@ -6,7 +6,7 @@ from typing import Any
 from ml_collections import ConfigDict
 
 from fgrpo_jax import UserError, batches, forms
-from fgrpo_jax.answers import EXTRACT
+from fgrpo_jax.answers import EXTRACT, KEPT, REWARDS
 from fgrpo_jax.choices import (
     ALGORITHMS,
     AT_MOST_1,
@@ -103,9 +103,8 @@ def _check_adapters(c: Config) -> None:
 
 def _check_data(c: Config) -> None:
     need(
-        c.reward in EXTRACT or all(c.reward.partition(":")),
-        f"reward is {c.reward!r}: it must be one of {', '.join(EXTRACT)}, reasoning_gym:TASK or "
-        "module:function",
+        c.reward in EXTRACT or c.reward in KEPT or all(c.reward.partition(":")),
+        f"reward is {c.reward!r}: it must be {REWARDS}",
     )
     need(
         all(c.data.stop),

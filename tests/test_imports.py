@@ -13,8 +13,8 @@ PACKAGE = pathlib.Path(fgrpo_jax.__file__).parent
 ROWS = [
     "structs sharding storage distributed numerics forms answers timing accelerators hlo batches "
     "pass_at_k jsons choices theory model_config",
-    "validation fields arithmetic maze ragged packing sampling preemption products watchdog "
-    "recompiles",
+    "validation fields arithmetic verifiers maze ragged packing sampling preemption products "
+    "watchdog recompiles",
     "config cautions adapters attention advantages losses kl aggregators shaping tokenizer sources",
     "workdir manifest layers optimizer prompts metrics guard objective estimators selection judge",
     "model checkpoint rewards rlvr_dataset profiling flops",
