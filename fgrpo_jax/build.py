@@ -44,7 +44,7 @@ from fgrpo_jax.sampling import Sampling
 from fgrpo_jax.selection import Draw, make_draw, most_varied
 from fgrpo_jax.structs import LearnerBatch, Rollouts, TrainState
 from fgrpo_jax.throughput import Throughput, make_throughput, peak_of
-from fgrpo_jax.tokenizer import StopStrings
+from fgrpo_jax.tokenizer import StopStrings, Tokenizer
 from fgrpo_jax.update import abstract_state, init_state, make_old_logprobs, make_update, settings_of
 
 
@@ -67,6 +67,19 @@ class Parts:
     export: Callable[[pathlib.Path, Any], None]
 
 
+def make_policy(c: Config, folder: pathlib.Path, tokenizer: Tokenizer) -> Policy:
+    """The policy of a model's folder on the devices here, held against the folder's weights."""
+    shape = weights.model_config(folder)
+    dtype, platform = DTYPES[c.model.dtype](), jax.default_backend()
+    backends = backends_of(c, platform, dtype, shape.head_size)
+    policy = Policy(
+        shape, dtype, c.model.remat, tokenizer.size, backends, shares_columns(c, platform),
+        adapters.make_lora(c),
+    )  # fmt: skip
+    weights.check(folder, policy)
+    return policy
+
+
 def build(
     c: Config,
     workdir: pathlib.Path,
@@ -82,16 +95,11 @@ def build(
     """
     workdirs.check(c, workdir)
     folder = weights.resolve(c.model.path)
-    shape = weights.model_config(folder)
     mesh = sharding.make_mesh(*validation.check_mesh(c, jax.device_count(), distributed.hosts()))
     tokenizer = tokenizers.load(folder)
-    dtype, platform = DTYPES[c.model.dtype](), jax.default_backend()
-    backends = backends_of(c, platform, dtype, shape.head_size)
-    policy = Policy(
-        shape, dtype, c.model.remat, tokenizer.size, backends, shares_columns(c, platform),
-        adapters.make_lora(c),
-    )  # fmt: skip
-    weights.check(folder, policy)
+    policy = make_policy(c, folder, tokenizer)
+    shape, dtype, backends = policy.config, policy.dtype, policy.backends
+    platform = jax.default_backend()
     reference_folder = folder
     if c.kl.reference:
         reference_folder = weights.resolve(c.kl.reference, "kl.reference")

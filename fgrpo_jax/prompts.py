@@ -9,10 +9,11 @@ import importlib.util
 import json
 import pathlib
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
+from jaxtyping import Int
 from rich.markup import escape
 
 from fgrpo_jax import UserError, answers, config, forms, sources
@@ -72,15 +73,11 @@ def load(
     tokenizer = tokenizer.with_chat_template(c.data.chat_template)
     problems, part, dropped, unparsable = choose(c, source, split, check_golds)
     kept, tokens = [], []
-    for start in range(0, len(problems), CHUNK):
-        texts = [
-            tokenizer.render(user_message(c, problem), c.data.system)
-            for problem in problems[start : start + CHUNK]
-        ]
-        for index, ids in enumerate(tokenizer.encode(texts), start):
-            if len(ids) <= c.data.max_prompt:
-                kept.append(index)
-                tokens.append(np.array(ids, np.int32))
+    messages = [user_message(c, problem) for problem in problems]
+    for index, ids in enumerate(token_ids(tokenizer, messages, c.data.system)):
+        if len(ids) <= c.data.max_prompt:
+            kept.append(index)
+            tokens.append(ids)
     dropped["too long"] = len(problems) - len(kept)
     if problems and not kept:
         raise UserError(
@@ -106,6 +103,17 @@ def load(
         weights,
         unparsable,
     )
+
+
+def token_ids(
+    tokenizer: Tokenizer, messages: Sequence[str], system: str, thinking: bool = True
+) -> Iterator[Int[np.ndarray, " C"]]:
+    """The chat prompt of each user message."""
+    for start in range(0, len(messages), CHUNK):
+        chunk = messages[start : start + CHUNK]
+        texts = [tokenizer.render(message, system, thinking) for message in chunk]
+        for ids in tokenizer.encode(texts):
+            yield np.array(ids, np.int32)
 
 
 def summary(loaded: PromptSet) -> str:

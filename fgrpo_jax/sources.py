@@ -44,14 +44,18 @@ def _read(part: Part, split: str, slips: float, mapping: str) -> list[Problem]:
     if part.kind == "reasoning_gym":
         return _reasoning_gym(part.rest, split)
     name = f"data file {part.rest}" if part.kind in ("jsonl", "parquet") else part.source
-    rows = {"jsonl": _jsonl, "parquet": _parquet, "tfds": _tfds, "hf": _hf}[part.kind](part.rest)
     stem = pathlib.Path(part.rest).stem
     if part.kind in ("tfds", "hf"):
         stem = part.rest.rpartition("/")[0]
-    problems = list(fields.problems(rows, name, stem, mapping))
+    problems = list(fields.problems(rows(part), name, stem, mapping))
     if not problems:
         raise UserError(f"{name} has no problem: it is empty")
     return problems
+
+
+def rows(part: Part) -> Iterator[dict[str, Any]]:
+    """The rows of a file or dataset, as they are. Raises UserError."""
+    return {"jsonl": _jsonl, "parquet": _parquet, "tfds": _tfds, "hf": _hf}[part.kind](part.rest)
 
 
 def _reason(error: Exception) -> str:

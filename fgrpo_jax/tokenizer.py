@@ -55,8 +55,11 @@ class Tokenizer:
             ) from error
         return dataclasses.replace(self, chat_template=template)
 
-    def render(self, text: str, system: str = "") -> str:
-        """The chat prompt of one user message, up to where the assistant begins."""
+    def render(self, text: str, system: str = "", thinking: bool = True) -> str:
+        """The chat prompt of one user message, up to where the assistant begins.
+
+        thinking: False turns it off in templates that know enable_thinking, as Qwen3's.
+        """
         messages = [{"role": "system", "content": system}] if system else []
         messages.append({"role": "user", "content": text})
         try:
@@ -65,6 +68,7 @@ class Tokenizer:
                 chat_template=self.chat_template,
                 tokenize=False,
                 add_generation_prompt=True,
+                **({} if thinking else {"enable_thinking": False}),
             )
             rendered.encode()  # a template may write half a surrogate pair
         except Exception as error:  # jinja's own, and those of what the template calls

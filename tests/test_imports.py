@@ -13,10 +13,11 @@ PACKAGE = pathlib.Path(fgrpo_jax.__file__).parent
 ROWS = [
     "structs sharding storage distributed numerics forms answers timing accelerators hlo batches "
     "pass_at_k jsons choices theory model_config",
-    "validation fields arithmetic verifiers maze ragged packing sampling preemption products "
-    "watchdog recompiles",
+    "validation significance fields arithmetic verifiers maze ragged packing sampling preemption "
+    "products watchdog recompiles",
     "config cautions adapters attention advantages losses kl aggregators shaping tokenizer sources",
-    "workdir manifest layers optimizer prompts metrics guard objective estimators selection judge",
+    "benchmarks workdir manifest layers optimizer prompts metrics guard objective estimators "
+    "selection judge",
     "model checkpoint rewards rlvr_dataset profiling flops",
     "weights logprobs layout roofline",
     "slots export throughput",
@@ -26,6 +27,7 @@ ROWS = [
     "build sft bench_update plan",
     "train bench",
     "main",
+    "evaluate",
 ]
 ROW = {name: row for row, names in enumerate(ROWS) for name in names.split()}
 LIBRARY = "advantages losses kl aggregators shaping pass_at_k theory".split()
