@@ -1,7 +1,10 @@
 """A TFDS builder that writes any source once as ArrayRecord: random access, alike on every host.
 
 python -m fgrpo_jax.rlvr_dataset SOURCE --name NAME --out FOLDER [--test SOURCE] [--fields MAPPING]
-prints the source that reads it back, tfds:FOLDER/NAME/VERSION/SPLIT. No TensorFlow is needed.
+prints the source that reads it back, tfds:FOLDER/NAME/VERSION/SPLIT. No TensorFlow is needed. With
+--clean it leaves out what a run would, so that all who train on it see the same problems: golds
+that --reward cannot judge, duplicates, all copies of those that disagree, and with --tokenizer and
+--max_prompt prompts (with --system) of more tokens.
 """
 
 import argparse
@@ -16,7 +19,9 @@ from typing import Any
 
 import tensorflow_datasets as tfds
 
-from fgrpo_jax import UserError, fields, forms, sources
+from fgrpo_jax import UserError, config, fields, forms, prompts, sources
+from fgrpo_jax import tokenizer as tokenizers
+from fgrpo_jax.rewards import Scorer
 from fgrpo_jax.structs import Problem
 
 Row = dict[str, str]  # a Problem's fields; data is JSON, or empty
@@ -82,6 +87,22 @@ def _row(problem: Problem) -> Row:
     }
 
 
+def clean(
+    source: str, split: str, arguments: argparse.Namespace
+) -> tuple[list[Problem], dict[str, int]]:
+    """The problems that a run with these settings keeps, and how many it drops, by reason."""
+    c = config.default()
+    c.data.fields, c.data.system = arguments.fields, arguments.system
+    c.data.chat_template, c.data.max_prompt = arguments.chat_template, arguments.max_prompt
+    with Scorer(arguments.reward, c.score.workers, c.score.timeout) as scorer:
+        if arguments.tokenizer is None:
+            problems, _, dropped, _ = prompts.choose(c, source, split, scorer.check_golds)
+            return problems, dropped
+        tokenizer = tokenizers.load(arguments.tokenizer)
+        loaded = prompts.load(c, source, split, tokenizer, scorer.check_golds)
+    return list(loaded.problems), loaded.dropped
+
+
 def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m fgrpo_jax.rlvr_dataset", allow_abbrev=False)
     parser.add_argument("source", help="as data.source, of the split train")
@@ -89,21 +110,34 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--name", required=True, help="of the dataset")
     parser.add_argument("--out", required=True, type=pathlib.Path, help="folder of datasets")
     parser.add_argument("--fields", default="", help="as data.fields")
+    parser.add_argument("--clean", action="store_true", help="leave out what a run would")
+    parser.add_argument("--reward", default="math", help="whose golds are checked")
+    parser.add_argument("--tokenizer", type=pathlib.Path, help="Hugging Face folder")
+    parser.add_argument("--max_prompt", type=int, default=1024, help="tokens, by the tokenizer")
+    parser.add_argument("--system", default="", help="as data.system")
+    parser.add_argument("--chat_template", default="", help="as data.chat_template")
     arguments = parser.parse_args(argv)
     tfds.disable_progress_bar()
     try:
-        problems = {}
+        problems, dropped = {}, {}
+        if arguments.tokenizer and not arguments.clean:
+            raise UserError("--tokenizer counts tokens of what is left out: give --clean too")
         for split, source in (("train", arguments.source), ("test", arguments.test)):
             if source is None:
                 continue
             if any(part.weight is not None for part in forms.parts(source)):
                 raise UserError(f"{source}: weights are a run's business, give them in data.source")
-            problems[split] = sources.read(source, split, mapping=arguments.fields)
+            if arguments.clean:
+                problems[split], dropped[split] = clean(source, split, arguments)
+            else:
+                problems[split] = sources.read(source, split, mapping=arguments.fields)
         written = write(problems, arguments.name, arguments.out)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    print(json.dumps({"rows": {s: len(p) for s, p in problems.items()}, "sources": written}))
+    rows = {split: len(found) for split, found in problems.items()}
+    told = {"dropped": dropped} if arguments.clean else {}
+    print(json.dumps({"rows": rows, **told, "sources": written}))
     return 0
 
 

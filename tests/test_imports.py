@@ -18,8 +18,8 @@ ROWS = [
     "config cautions adapters attention advantages losses kl aggregators shaping tokenizer sources",
     "benchmarks workdir manifest layers optimizer prompts metrics guard objective estimators "
     "selection judge",
-    "model checkpoint rewards rlvr_dataset profiling flops",
-    "weights logprobs layout roofline",
+    "model checkpoint rewards profiling flops",
+    "weights logprobs layout roofline rlvr_dataset",
     "slots export throughput",
     "sampler update",
     "rollouts held_out programs",

@@ -6,7 +6,7 @@ import pyarrow
 import pytest
 from pyarrow import parquet
 
-from fgrpo_jax import UserError, maze, rlvr_dataset, sources
+from fgrpo_jax import UserError, maze, rlvr_dataset, sources, weights
 from fgrpo_jax.structs import Problem
 
 # file: rows, first gold, last gold, rows without a gold
@@ -214,3 +214,34 @@ def test_data_that_is_no_json_is_told_before_anything_is_written(tmp_path):
     with pytest.raises(UserError, match="the data of 'p' is not JSON"):
         rlvr_dataset.write({"train": [Problem("p", "1", data=object())]}, "a", tmp_path)
     assert not list(tmp_path.iterdir())
+
+
+def test_a_clean_dataset_is_what_a_run_would_keep(tmp_path, capsys):
+    """By hand: both copies of 1+1 go, since they disagree; one of 2+2's; 4+4 has no gold that can
+    be judged; the last prompt is longer than 12 tokens."""
+    rows = [
+        ("1+1", "2"),
+        ("2+2", "4"),
+        ("1+1", "3"),
+        ("2+2", "4"),
+        ("3+3", "6"),
+        ("4+4", "\\frac{"),
+    ]
+    rows.append(("1+2+3+4+5+6+7", "28"))
+    source = jsonl(tmp_path / "a.jsonl", [{"problem": p, "answer": a} for p, a in rows])
+    arguments = [source, "--name", "mine", "--out", str(tmp_path), "--clean"]
+    tiny = str(weights.EMBEDDED / "tiny_arithmetic")
+    assert rlvr_dataset.main([*arguments, "--tokenizer", tiny, "--max_prompt", "12"]) == 0
+    printed = json.loads(capsys.readouterr().out)
+    assert printed["rows"] == {"train": 2}
+    assert {k: v for k, v in printed["dropped"]["train"].items() if v} == {
+        "contradicting duplicate": 2, "duplicate": 1, "unparsable gold": 1, "too long": 1,
+    }  # fmt: skip
+    again = sources.read(printed["sources"]["train"], "")
+    assert [(p.text, p.answer) for p in again] == [("2+2", "4"), ("3+3", "6")]
+
+    arguments[2] = "whole"
+    assert rlvr_dataset.main(arguments) == 0  # without a tokenizer none is too long
+    assert json.loads(capsys.readouterr().out)["rows"] == {"train": 3}
+    assert rlvr_dataset.main([*arguments[:-1], "--tokenizer", tiny]) == 2
+    assert "give --clean too" in capsys.readouterr().err
