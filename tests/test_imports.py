@@ -26,6 +26,7 @@ ROWS = [
     "build sft bench_update plan",
     "train bench",
     "main",
+    "sweep",
 ]
 ROW = {name: row for row, names in enumerate(ROWS) for name in names.split()}
 LIBRARY = "advantages losses kl aggregators shaping pass_at_k theory".split()
