@@ -57,9 +57,9 @@ def commands(
             if mark in seen:
                 raise UserError(f"{seen[mark]} and {name} are the same run, or of the same folder")
             seen[mark] = name
-        flags = [f"--method={method}" for method in methods]
-        flags += [f"--workdir={folder}", *alike, *(f"--config.{x}" for x in chosen)]
-        lines.append(shlex.join(["python", "-m", "fgrpo_jax.main", f"--config={path}", *flags]))
+        flags = ["--config", path, *(x for method in methods for x in ("--method", method))]
+        flags += ["--workdir", str(folder), *alike, *(f"--config.{x}" for x in chosen)]
+        lines.append(shlex.join(["python", "-m", "fgrpo_jax.main", *flags]))
     return lines
 
 
