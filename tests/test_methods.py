@@ -14,6 +14,7 @@ from fgrpo_jax import UserError, arithmetic, build, config, train
 
 ROOT = pathlib.Path(fgrpo_jax.__file__).parents[1]
 METHODS = sorted(path.stem for path in (ROOT / "configs/methods").glob("*.py"))
+METHODS.remove("smoke")  # no method, but sizes: test_recipes.py
 SMALL = (
     "steps=2 rollout.prompts=8 learn.minibatch=4 learn.epochs=2 algo.group_size=8 "
     "rollout.max_response=14 rollout.chunk=14 eval.every=0 eval.problems=1 eval.samples=1 "
