@@ -16,23 +16,10 @@ The last row is with --method configs/methods/lora.py, which trains adapters. On
 XLA_PYTHON_CLIENT_MEM_FRACTION=0.95.
 """
 
-from fgrpo_jax import config
+from fgrpo_jax import recipes
 
 
 def get_config():
-    c = config.default()
-    c.steps = 290
-    c.model.path = "models/Qwen2.5-1.5B"
-    c.model.remat = "full"
-    c.data.source = "hf:openai/gsm8k:main/train"
-    c.data.eval_source = "hf:openai/gsm8k:main/test"
-    c.data.system = r"Please reason step by step, and put your final answer within \boxed{}."
-    c.data.max_prompt = 512
-    c.reward = "gsm8k"
-    c.rollout.prompts = 256
-    c.rollout.max_response = 1024
-    c.learn.minibatch = 64
-    c.learn.microbatch = 32
-    c.learn.widths = 3
-    c.checkpoint.every = c.eval.every = 29  # a pass over the data
+    c = recipes.gsm8k("models/Qwen2.5-1.5B")
+    c.algo.focal_gamma = 0.5
     return c

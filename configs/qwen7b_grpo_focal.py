@@ -20,24 +20,10 @@ On GPUs set XLA_PYTHON_CLIENT_MEM_FRACTION=0.95. The paper's F-GRPO, on 16 H100:
 and pass@256 70.3 (GRPO 37.3 and 64.1).
 """
 
-from fgrpo_jax import config
+from fgrpo_jax import recipes
 
 
 def get_config():
-    c = config.default()
-    c.steps = 1530
-    c.model.path = "models/Qwen2.5-7B"
-    c.model.remat = "full"
-    c.data.source = "jsonl:data/deepscaler.jsonl"
-    c.data.eval_source = "jsonl:data/math500.jsonl"
-    c.data.system = r"Please reason step by step, and put your final answer within \boxed{}."
-    c.data.max_prompt = 1024
-    c.rollout.prompts = 256
-    c.rollout.max_response = 8192
-    c.learn.minibatch = 64
-    c.learn.microbatch = 8
-    c.learn.widths = 4  # 1,024 to 8,192 response columns, as a microbatch needs
-    c.mesh.tp = 4
-    c.checkpoint.every = c.eval.every = 153  # a pass over the data
-    c.eval.problems = 500
+    c = recipes.paper("models/Qwen2.5-7B")
+    c.algo.focal_gamma = 0.5
     return c

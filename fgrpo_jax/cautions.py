@@ -62,6 +62,14 @@ def warnings(c: Config, default: Config) -> list[str]:
             c.importance.kind == "none"
             and (c.rollout.top_k > 0 or c.rollout.top_p < 1 or c.rollout.min_p > 0)
         ),
+        "score.coin pays whatever the answers are, and algo.focal_gamma, rollout.dynamic, "
+        "score.unlikeliness and ds_grpo read the answers": c.score.coin > 0
+        and (
+            c.algo.focal_gamma > 0
+            or c.rollout.dynamic
+            or c.score.unlikeliness > 0
+            or c.algo.advantage == "ds_grpo"
+        ),
         "rollout.dynamic drops the groups without a right answer, which ngrpo is to learn from": (
             c.rollout.dynamic and c.algo.advantage == "ngrpo"
         ),

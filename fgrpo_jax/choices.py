@@ -65,8 +65,8 @@ NOT_NEGATIVE = (
     "seed lora.rank algo.focal_gamma algo.clip_low algo.clip_high algo.dual_clip algo.std_eps "
     "algo.smooth_right algo.smooth_wrong algo.lambda_ratio algo.lambda_lr algo.entropy_coef "
     "kl.coef importance.low score.overlong_buffer score.overlong_factor score.unlikeliness "
-    "learn.pack rollout.subset rollout.slots rollout.waiting rollout.top_k rollout.min_p "
-    "optim.warmup optim.decay_start optim.weight_decay eval.every eval.temperature "
+    "score.coin learn.pack rollout.subset rollout.slots rollout.waiting rollout.top_k "
+    "rollout.min_p optim.warmup optim.decay_start optim.weight_decay eval.every eval.temperature "
     "eval.top_k eval.min_p sft.slips watchdog.lag watchdog.stall guard.spike guard.constant "
     "guard.keep"
 ).split()

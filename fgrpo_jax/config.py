@@ -52,6 +52,7 @@ def default() -> Config:
     c.score.right = 1.0  # reward of a right one
     c.score.overlong_buffer = 0  # last tokens of a response over which its reward falls; 0: off
     c.score.overlong_factor = 1.0  # by how much it has fallen at the limit
+    c.score.coin = 0.0  # chance that a sample is paid as a right one, whatever it says; 0: off
     c.score.unlikeliness = 0.0  # share taken off likely right answers, by rank; paper: 0.25; 0: off
 
     c.algo = _section()

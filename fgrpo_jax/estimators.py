@@ -13,15 +13,19 @@ from fgrpo_jax import advantages, distributed, kl, shaping
 from fgrpo_jax.config import Config
 from fgrpo_jax.structs import Problem, Rollouts
 
+COIN = 0x636F696E  # "coin": another stream than the shuffling's of the same seed
+
 
 def shape_rewards(c: Config, rollouts: Rollouts) -> Rollouts:
-    """The reward, lowered where likely, less the overlong penalty and the KL penalty.
+    """The reward, or a coin's, lowered where likely, less the overlong penalty and the KL penalty.
 
     Raw correctness stays.
     """
     groups = rollouts.reward_PN.shape
     length_PN = rollouts.mask_BT.sum(axis=1).reshape(groups)
     reward_PN = rollouts.reward_PN
+    if c.score.coin:
+        reward_PN = np.where(heads(c, rollouts), c.score.right, c.score.wrong).astype(np.float32)
     if c.score.unlikeliness:
         reward_PN = shaping.unlikeliness_reward(
             reward_PN,
@@ -40,6 +44,17 @@ def shape_rewards(c: Config, rollouts: Rollouts) -> Rollouts:
         kl_PN = np.where(rollouts.mask_BT, kl_BT, 0).sum(axis=1).reshape(groups)
         reward_PN = reward_PN - c.kl.coef * kl_PN
     return dataclasses.replace(rollouts, reward_PN=np.asarray(reward_PN, np.float32))
+
+
+def heads(c: Config, rollouts: Rollouts) -> np.ndarray:
+    """bool [P, N], true with the chance score.coin, by the seed and each prompt's position in the
+    stream alone: the same after a resume, and on any number of hosts."""
+    samples = rollouts.reward_PN.shape[1]
+    draws = [  # RandomState's numbers no version of numpy may change
+        np.random.RandomState([c.seed, int(position), COIN]).random_sample(samples)
+        for position in rollouts.prompts.position_P
+    ]
+    return np.array(draws).reshape(-1, samples) < c.score.coin
 
 
 def mean_logp(rollouts: Rollouts) -> np.ndarray:

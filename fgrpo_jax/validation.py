@@ -199,6 +199,10 @@ def _check_penalties(c: Config) -> None:
         "weight 1 of samples without drift must lie between them",
     )
     need(
+        c.score.coin < 1,
+        f"score.coin is {c.score.coin}: it must be below 1, where all samples would be paid alike",
+    )
+    need(
         c.score.overlong_buffer <= c.rollout.max_response,
         f"score.overlong_buffer is {c.score.overlong_buffer}: it must be at most "
         f"rollout.max_response, {c.rollout.max_response}",

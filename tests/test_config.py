@@ -18,7 +18,7 @@ READERS = (validation.check_mesh,)  # what there uses a key, not only checks it
 
 
 def test_each_key_is_read_somewhere():
-    files = [path for path in PACKAGE.glob("*.py") if path.stem != "validation"]
+    files = [path for path in PACKAGE.glob("*.py") if path.stem not in ("validation", "recipes")]
     sources = "\n".join([*(path.read_text() for path in files), *map(getsource, READERS)])
     sources = sources.replace(config.default.__doc__ or "", "")
     body = re.sub(r"def default\(.*?return c\.lock\(\)", "", sources, flags=re.S)
@@ -95,6 +95,8 @@ def test_published_bounds(tmp_path, name, bounds):
         ("kl.reference=x", "kl.reference is 'x' and kl.coef is 0: the reference would not be used"),
         ("kl.coef=-1", "kl.coef is -1.0: it must not be below 0"),
         ("score.overlong_buffer=33", "score.overlong_buffer is 33: it must be at most rollout.max"),
+        ("score.coin=-0.1", "score.coin is -0.1: it must not be below 0"),
+        ("score.coin=1", "score.coin is 1.0: it must be below 1, where all samples would be paid"),
         ("score.unlikeliness=2", "score.unlikeliness is 2.0: it must be at most 1"),
         ("reward=maths", "reward is 'maths': it must be one of math, gsm8k, number"),
         (
@@ -170,6 +172,10 @@ def test_what_does_not_fit_together_gets_one_sentence(tmp_path, overrides, messa
         (["algo.name=reinforce", "learn.minibatch=8"], "4 optimizer updates a step leave the pol"),
         (["rollout.subset=8"], "rollout.subset is all 8 samples of a group: nothing is chosen"),
         (["rollout.dynamic=true", "algo.advantage=ngrpo"], "which ngrpo is to learn from"),
+        (
+            ["score.coin=0.5"],
+            "score.coin pays whatever the answers are, and algo.focal_gamma, roll",
+        ),
         (["algo.tau_wrong=2"], "algo.tau_wrong is 2.0 and nothing reads it: algo.name is grpo"),
         (["importance.kind=truncate", "importance.low=0.4"], "importance.low is 0.4 and nothing"),
         (["score.overlong_buffer=4", "algo.truncated=mask"], "lowers the reward of long samples"),

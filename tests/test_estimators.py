@@ -73,6 +73,60 @@ def test_unlikeliness():
     assert (out.reward_PN[1] == 0).all() and (out.reward_PN[0] != x.reward_PN[0]).any()
 
 
+def groups_at(position, correct=0.0, size=N):
+    """Rollouts of prompts at these places in the stream, all right or all wrong."""
+    P, problem = len(position), PROBLEMS[0]
+    correct_PN, zeros_BT = np.full((P, size), correct, np.float32), np.zeros((P * size, 1))
+    return Rollouts(
+        Prompts(
+            np.zeros((P, 2), np.int32),
+            np.ones(P, np.int32),
+            np.asarray(position, np.int32),
+            (problem,) * P,
+        ),
+        zeros_BT.astype(np.int32),
+        zeros_BT == 0,
+        zeros_BT.astype(np.float32),
+        np.ones(P * size, bool),
+        correct_PN.copy(),
+        correct_PN,
+        np.ones((P, size), bool),
+        ("",) * P * size,
+        ("",) * P * size,
+    )
+
+
+def test_a_coin_pays_as_often_as_it_says_whatever_the_answers():
+    c = settings(score_coin=0.3, score_wrong=-1.0)
+    rewards = []
+    for correct in (0, 1):
+        out = shape_rewards(c, groups_at(range(5000), correct))
+        assert (out.correct_PN == correct).all() and out.reward_PN.dtype == np.float32
+        rewards.append(out.reward_PN)
+    np.testing.assert_array_equal(*rewards)
+    assert set(np.unique(rewards[0])) == {-1, 1}
+    right_PN = rewards[0] == 1
+    deviation = np.sqrt(0.3 * 0.7 / 20_000)
+    assert abs(right_PN.mean() - 0.3) < 4 * deviation
+    # neither the samples of a group nor a step's and the next's go together
+    for one, other in ((right_PN[:, 0], right_PN[:, 1]), (right_PN[:-1, 0], right_PN[1:, 0])):
+        assert abs(np.corrcoef(one, other)[0, 1]) < 4 / np.sqrt(5000)
+
+
+def test_a_coin_is_thrown_by_seed_and_position_alone():
+    """So a resumed run and hosts that share the rows have the same."""
+    c = settings(score_coin=0.5)
+    throw = lambda c, *position: shape_rewards(c, groups_at(position, size=16)).reward_PN
+    whole = throw(c, *range(8))
+    np.testing.assert_array_equal(
+        whole, np.concatenate([throw(c, *range(4)), throw(c, 4, 5, 6, 7)])
+    )
+    np.testing.assert_array_equal(whole[[6, 2]], throw(c, 6, 2))
+    assert len(np.unique(whole, axis=0)) == 8
+    c.seed = 1
+    assert (whole != throw(c, *range(8))).any()
+
+
 def test_mean_logp_is_of_real_tokens():
     x = rollouts()
     expected = [logp[mask].mean() for logp, mask in zip(x.sampler_logp_BT, x.mask_BT, strict=True)]

@@ -14,6 +14,7 @@ from fgrpo_jax import UserError, arithmetic, build, config, train
 
 ROOT = pathlib.Path(fgrpo_jax.__file__).parents[1]
 METHODS = sorted(path.stem for path in (ROOT / "configs/methods").glob("*.py"))
+METHODS.remove("smoke")  # no method, but sizes: test_recipes.py
 SMALL = (
     "steps=2 rollout.prompts=8 learn.minibatch=4 learn.epochs=2 algo.group_size=8 "
     "rollout.max_response=14 rollout.chunk=14 eval.every=0 eval.problems=1 eval.samples=1 "
@@ -105,6 +106,17 @@ def test_dynamic_sampling_reports_and_goes_on_where_it_was(run):
     for record in whole:
         shares = [record[f"groups_{kind}"] for kind in ("all_wrong", "mixed", "all_right")]
         assert sum(shares) == pytest.approx(1) and shares[1] * record["prompts_drawn"] >= 8
+
+
+def test_random_rewards_go_on_where_they_were(run, plain):
+    """Bit for bit, and the pass rate stays that of the answers."""
+    _, whole, policy = run("random_rewards", overrides=("steps=4",), name="coins")
+    run("random_rewards", name="coins_in_parts")
+    _, parts, again = run("random_rewards", overrides=("steps=4",), name="coins_in_parts")
+    numbers = "loss grad_norm pass_rate reward".split()
+    assert [[r[n] for n in numbers] for r in parts] == [[r[n] for n in numbers] for r in whole]
+    assert policy == again
+    assert whole[0]["pass_rate"] == plain[1][0]["pass_rate"]
 
 
 def test_when_no_batch_fills_what_was_learnt_is_kept(run, monkeypatch):
