@@ -2,11 +2,13 @@
 
 import contextlib
 import dataclasses
+import functools
 import pathlib
 from collections.abc import Callable
 from typing import Any
 
 import jax
+from jax.sharding import Mesh
 from rich.console import Console
 
 from fgrpo_jax import (
@@ -78,6 +80,19 @@ def make_policy(c: Config, folder: pathlib.Path, tokenizer: Tokenizer) -> Policy
     )  # fmt: skip
     weights.check(folder, policy)
     return policy
+
+
+def export_policy(
+    c: Config, policy: Policy, mesh: Mesh, folder: pathlib.Path, out: pathlib.Path, params: Any
+) -> None:
+    """Writes what was trained as a folder of Hugging Face's or peft's; `folder` is the model's."""
+    if policy.lora and c.lora.export == "adapter":
+        return export.export_adapters(out, params, policy.lora, folder)
+    if policy.lora:  # into the weights as they are in the folder, not as they compute
+        whole = weights.load(folder, policy, mesh)
+        layout = sharding.state_shardings(mesh, whole)
+        params = jax.jit(policy.merged, out_shardings=layout, donate_argnums=1)(params, whole)
+    export.export(out, params, folder)
 
 
 def build(
@@ -198,15 +213,6 @@ def build(
     old_logprobs = make_old_logprobs(policy, settings, mesh)
     update = make_update(policy, optimizer, schedule, settings, abstract)
 
-    def export_policy(out: pathlib.Path, params: Any) -> None:
-        if policy.lora and c.lora.export == "adapter":
-            return export.export_adapters(out, params, policy.lora, folder)
-        if policy.lora:  # into the weights as they are in the folder, not as they compute
-            whole = weights.load(folder, policy, mesh)
-            layout = sharding.state_shardings(mesh, whole)
-            params = jax.jit(policy.merged, out_shardings=layout, donate_argnums=1)(params, whole)
-        export.export(out, params, folder)
-
     workdirs.claim(c, workdir)
     return Parts(
         decode_params=lambda params: decode_params(params, base),
@@ -244,5 +250,5 @@ def build(
         ),
         checkpoints=checkpoints,
         answered=lambda: scorer.answered,
-        export=export_policy,
+        export=functools.partial(export_policy, c, policy, mesh, folder),
     ), state  # fmt: skip

@@ -77,9 +77,9 @@ class Checkpoints:
                 with storage.at(self.folder / str(old)):
                     self._remove(old)
 
-    def restore(self, abstract: TrainState) -> TrainState | None:
-        """The newest whole checkpoint in the layout of `abstract` (shapes with shardings), or None
-        where there never was one. Damaged ones are named on stderr and set aside as STEP.bad.
+    def restore(self, abstract: TrainState, only: int | None = None) -> TrainState | None:
+        """The newest whole checkpoint, or that of step `only`, in the layout of `abstract` (shapes
+        with shardings); None where there never was one. Damaged ones are set aside as STEP.bad.
 
         Raises:
             UserError: there are only damaged ones; or the newest is of another run.
@@ -96,7 +96,7 @@ class Checkpoints:
         self.steps = sorted(int(name) for name in names if name.isdigit())
         damaged: dict[int, str] = {}
         state = None
-        for step in reversed(self.steps):
+        for step in reversed([step for step in self.steps if only in (None, step)]):
             try:
                 state = self._load(step, abstract)
             except Damaged as damage:

@@ -11,6 +11,7 @@ import os
 import pathlib
 import re
 import struct
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -303,3 +304,9 @@ def make_decode_params(policy: Policy, mesh: Mesh, unroll: bool = False) -> Call
         key,
     )
     return jax.jit(decode_params, out_shardings=sharding.state_shardings(mesh, shapes, "decode"))
+
+
+if __name__ == "__main__":
+    from fgrpo_jax.release import main
+
+    sys.exit(main(sys.argv[1:]))

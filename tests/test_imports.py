@@ -27,13 +27,17 @@ ROWS = [
     "build sft bench_update plan",
     "train bench",
     "main",
-    "evaluate sweep",
+    "evaluate sweep release",
 ]
 ROW = {name: row for row, names in enumerate(ROWS) for name in names.split()}
 LIBRARY = "advantages losses kl aggregators shaping pass_at_k theory".split()
 
 
-COMMANDS = {("sft", "main"), ("prompts", "rewards")}  # what a file needs as a command
+COMMANDS = {
+    ("sft", "main"),
+    ("prompts", "rewards"),
+    ("weights", "release"),
+}  # what a file needs as a command
 
 
 def imports(path):

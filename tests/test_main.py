@@ -187,6 +187,38 @@ def test_the_exported_policy_can_be_trained_on(whole, tmp_path):
     assert summary["before"]["pass@1"] == old["after"]["pass@1"]
 
 
+def export(workdir, out, *flags):
+    """`weights export`, with what the run was started with."""
+    argv = command(workdir)
+    argv[argv.index("fgrpo_jax.main")] = "fgrpo_jax.weights"
+    argv.insert(argv.index("fgrpo_jax.weights") + 1, "export")
+    return subprocess.run(
+        [*argv, "--out", str(out), *flags],
+        cwd=ROOT,
+        env=ENVIRONMENT,
+        capture_output=True,
+        text=True,
+    )
+
+
+def test_a_checkpoint_becomes_a_folder(whole, tmp_path):
+    """The last one is policy/, bit for bit; an earlier one is not; mistakes are one sentence."""
+    out = export(whole[0], tmp_path / "last")
+    assert out.returncode == 0, out.stderr
+    assert out.stdout == f"step 6 of {whole[0]}: {tmp_path / 'last'}\n"
+    names = sorted(path.name for path in (whole[0] / "policy").iterdir())
+    assert sorted(path.name for path in (tmp_path / "last").iterdir()) == names
+    for name in names:
+        assert (tmp_path / "last" / name).read_bytes() == (whole[0] / "policy" / name).read_bytes()
+    assert export(whole[0], tmp_path / "third", "--step", "3").returncode == 0
+    third, last = (tmp_path / x / "model.safetensors" for x in ("third", "last"))
+    assert third.stat().st_size == last.stat().st_size and third.read_bytes() != last.read_bytes()
+    out = export(whole[0], tmp_path / "fourth", "--step", "4")
+    assert out.returncode == 2 and "has no checkpoint of step 4: there are 3, 6" in out.stderr
+    assert f"{tmp_path / 'last'} exists" in export(whole[0], tmp_path / "last").stderr
+    assert "holds no run" in export(tmp_path / "nowhere", tmp_path / "fifth").stderr
+
+
 @pytest.mark.parametrize("name, low, high", [("dapo", 0.2, 0.28), ("cispo", 1.0, 5.0)])
 def test_other_algorithms(tmp_path, name, low, high):
     settings = [f"algo.name={name}", "algo.focal_gamma=0", "learn.epochs=2", "steps=1"]
