@@ -49,7 +49,7 @@ from fgrpo_jax.held_out import FIELDS, Answered, Result, Tallies, judge, sample,
 from fgrpo_jax.pass_at_k import powers_up_to
 from fgrpo_jax.prompts import PromptSet
 from fgrpo_jax.rewards import Scorer
-from fgrpo_jax.sampler import make_sampler
+from fgrpo_jax.sampler import Stream, make_sampler
 from fgrpo_jax.sampling import Sampling
 from fgrpo_jax.structs import Problem
 from fgrpo_jax.tokenizer import StopStrings, Tokenizer
@@ -61,38 +61,47 @@ CHUNK = 256  # responses that others generated, judged at a time
 class Sampler:
     """The policy of a folder, its weights laid out for decoding."""
 
-    def __init__(
-        self, c: Config, folder: pathlib.Path, system: str | None, stack: contextlib.ExitStack
-    ):
-        self.c, self.system, self.tokenizer = c, system, tokenizers.load(folder)
-        mesh = sharding.make_mesh(
+    def __init__(self, c: Config, folder: pathlib.Path, stack: contextlib.ExitStack):
+        self.c, self.tokenizer = c, tokenizers.load(folder)
+        self.mesh = sharding.make_mesh(
             *validation.check_mesh(c, jax.device_count(), distributed.hosts())
         )
         self.policy = build.make_policy(c, folder, self.tokenizer)
-        stack.enter_context(jax.set_mesh(mesh))
-        params = weights.load(folder, self.policy, mesh, self.policy.dtype)
+        stack.enter_context(jax.set_mesh(self.mesh))
+        params = weights.load(folder, self.policy, self.mesh, self.policy.dtype)
         unroll = weights.unrolls(c, jax.default_backend())
-        self.params = weights.make_decode_params(self.policy, mesh, unroll)(params)
+        self.params = weights.make_decode_params(self.policy, self.mesh, unroll)(params)
         self.stop = StopStrings(self.tokenizer, c.data.stop) if c.data.stop else None
 
+    def text_of(self, tokens: np.ndarray) -> str:
+        """A response's text."""
+        return self.stop.text(tokens) if self.stop else self.tokenizer.decode(tokens.tolist())
+
+    def stream(self, columns: int, samples: int, sampling: Sampling) -> Stream:
+        """make_sampler's, for prompts of so many columns."""
+        stop_ids, stop = self.tokenizer.stop_ids, self.stop
+        settings = layout.settings_of(self.c, self.policy, samples, sampling, stop_ids, columns)
+        return make_sampler(self.policy, settings, stop and stop.stopped)
+
     def __call__(
-        self, name: str, problems: list[Problem], scorer: Scorer, tallies: Tallies
+        self,
+        name: str,
+        problems: list[Problem],
+        system: str | None,
+        scorer: Scorer,
+        tallies: Tallies,
     ) -> Float[np.ndarray, "P 4"]:
-        """held_out.FIELDS of a benchmark's problems."""
+        """held_out.FIELDS of a benchmark's problems; system: in place of its own message."""
         c, benchmark = self.c, BENCHMARKS[name]
         tokenizer = self.tokenizer.with_chat_template(c.data.chat_template)
         messages = [prompts.user_message(c, problem) for problem in problems]
-        system = benchmark.system if self.system is None else self.system
+        system = benchmark.system if system is None else system
         ids = tuple(prompts.token_ids(tokenizer, messages, system, benchmark.thinking))
         asked = PromptSet(tuple(problems), ids, max(map(len, ids)), {})
         sampling = Sampling(c.eval.temperature, c.eval.top_k, c.eval.top_p, c.eval.min_p)
-        settings = layout.settings_of(
-            c, self.policy, tallies.samples, sampling, tokenizer.stop_ids, asked.width
-        )
-        stop = self.stop
         return sample(
-            make_sampler(self.policy, settings, stop and stop.stopped),
-            stop.text if stop else lambda tokens: tokenizer.decode(tokens.tolist()),
+            self.stream(asked.width, tallies.samples, sampling),
+            self.text_of,
             scorer,
             asked,
             len(problems),
@@ -103,11 +112,11 @@ class Sampler:
         )
 
 
-def checkpoint_folder(path: str) -> pathlib.Path:
+def checkpoint_folder(path: str, flag: str = "--checkpoint") -> pathlib.Path:
     """The Hugging Face folder that is meant: itself, or what a run's workdir ended with."""
     folder = pathlib.Path(path)
     if not (folder / "config.json").is_file() or not (folder / "policy").is_dir():
-        return weights.resolve(path, "--checkpoint")
+        return weights.resolve(path, flag)
     return folder / "policy"
 
 
@@ -210,7 +219,7 @@ def evaluate(
         stack.enter_context(workdirs.locked(workdir))
         workdirs.check(c, workdir)
         workdirs.claim(c, workdir)
-        sampler = None if arguments.responses else Sampler(c, folder, arguments.system, stack)
+        sampler = None if arguments.responses else Sampler(c, folder, stack)
         for name, problems in sets.items():
             scorer = rewards.Scorer(asked[name].reward, c.score.workers, c.score.timeout)
             with scorer:
@@ -225,7 +234,7 @@ def evaluate(
                 else:
                     n = arguments.samples or c.eval.samples
                     tallies = Tallies(workdir / f"{name}.{distributed.host()}.jsonl", n)
-                    table = sampler(name, problems, scorer, tallies)
+                    table = sampler(name, problems, arguments.system, scorer, tallies)
             ks = sorted({*powers_up_to(n), *arguments.k})
             if ks[-1] > n:
                 raise UserError(f"--k has {ks[-1]}, and there are {n} samples a problem")
