@@ -164,7 +164,9 @@ def draw(rows: list[dict[str, Any]], samples: int, path: pathlib.Path, caption: 
     for color, marker, gamma in zip(figures.COLORS, figures.MARKERS, gammas, strict=False):
         look[gamma] = (color, marker, f"γ = {gamma:g}")
 
-    def curve(axis: Any, panel: str, gamma: float, smooth: int = 1, **settings: Any) -> None:
+    def curve(
+        axis: Any, panel: str, gamma: float, smooth: int = 1, band: bool = True, **settings: Any
+    ) -> None:
         mine = [row for row in rows if (row["panel"], row["gamma"]) == (panel, gamma)]
         if not mine:
             return
@@ -174,7 +176,8 @@ def draw(rows: list[dict[str, Any]], samples: int, path: pathlib.Path, caption: 
         color, marker, label = look[gamma]
         settings = {"marker": "" if smooth > 1 else marker, "label": label} | settings
         axis.plot(x, value, color=color, **settings)
-        axis.fill_between(x, low, high, color=color, alpha=0.15, linewidth=0)
+        if band:
+            axis.fill_between(x, low, high, color=color, alpha=0.15, linewidth=0)
 
     along = len({row["x"] for row in rows if row["panel"] == "pass@1"}) > 2
     with figures.panels(3 + along, 2, 2.3) as (figure, axes):
@@ -207,7 +210,7 @@ def draw(rows: list[dict[str, Any]], samples: int, path: pathlib.Path, caption: 
         window = max(1, steps // 20)
         for panel, style in zip(GROUPS, ("-", "--", ":"), strict=True):
             for gamma in gammas:
-                curve(groups, panel, gamma, window, linestyle=style, label="_")
+                curve(groups, panel, gamma, window, band=False, linestyle=style, label="_")
         for style, name in (("-", "all wrong"), ("--", "mixed"), (":", "all right")):
             groups.plot([], [], style, color="#555555", label=name)
         groups.set(xlabel="step", ylabel="share of groups", ylim=(0, 1))
@@ -219,7 +222,7 @@ def draw(rows: list[dict[str, Any]], samples: int, path: pathlib.Path, caption: 
             for gamma in gammas:
                 curve(axis, f"pass@{k}", gamma)
                 if k == 1:
-                    curve(axis, "reward", gamma, window, linestyle=":", label="_")
+                    curve(axis, "reward", gamma, window, band=False, linestyle=":", label="_")
             name = f"held-out pass@{k}" + ", reward (dotted)" * (k == 1)
             axis.set(xlabel="step", ylabel=name)
         figures.save(figure, path, caption)

@@ -23,7 +23,7 @@ import jax
 import numpy as np
 from jaxtyping import Float
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 from fgrpo_jax import (
     UserError,
@@ -208,7 +208,7 @@ def study(c: Config, workdir: pathlib.Path, console: Console, arguments: Any) ->
             "base": float(before_R.mean()),
             "trained": {},
         }
-        out = Table("model", "nats a token", "change", "95 %")
+        out = Table(Column("model", overflow="fold"), "nats a token", "change", "95 %")
         out.add_row(c.model.path, f"{before_R.mean():.3f}", "", "")
         for name, place in trained.items():
             change_R = likelihoods(c, place, sampler, asked, rare) - before_R
