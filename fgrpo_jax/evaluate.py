@@ -94,7 +94,7 @@ class Sampler:
         """held_out.FIELDS of a benchmark's problems; system: in place of its own message."""
         c, benchmark = self.c, BENCHMARKS[name]
         tokenizer = self.tokenizer.with_chat_template(c.data.chat_template)
-        messages = [prompts.user_message(c, problem) for problem in problems]
+        messages = [problem.text for problem in problems]  # data.template is training's
         system = benchmark.system if system is None else system
         ids = tuple(prompts.token_ids(tokenizer, messages, system, benchmark.thinking))
         asked = PromptSet(tuple(problems), ids, max(map(len, ids)), {})
