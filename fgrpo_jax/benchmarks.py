@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from fgrpo_jax import UserError, forms, sources
+from fgrpo_jax import UserError, forms, jsons, sources
 from fgrpo_jax.structs import Problem
 
 Row = dict[str, Any]
@@ -88,8 +88,8 @@ def find(names: str) -> dict[str, Benchmark]:
 
 
 def source_of(name: str, data_dir: str = "") -> str:
-    """Where a benchmark is read: its file in the folder, or the hub where none is given. UserError
-    where the folder has no file of it."""
+    """Where a benchmark is read: its file or TFDS dataset in the folder, or the hub where none is
+    given. UserError where the folder has neither."""
     if not data_dir:
         return BENCHMARKS[name].hub
     stems = (name, *BENCHMARKS[name].files)
@@ -98,9 +98,12 @@ def source_of(name: str, data_dir: str = "") -> str:
             path = pathlib.Path(data_dir) / f"{stem}.{kind}"
             if path.is_file():
                 return f"{kind}:{path}"
+        for info in sorted(pathlib.Path(data_dir).glob(f"{stem}/*/dataset_info.json")):
+            splits = {split["name"] for split in jsons.read_json(info).get("splits", [])}
+            return f"tfds:{info.parent}/{'test' if 'test' in splits else 'train'}"
     raise UserError(
         f"{data_dir} has no file of {name}: it must be called {' or '.join(stems)}, and end in "
-        ".jsonl or .parquet"
+        ".jsonl or .parquet, or be a folder that rlvr_dataset wrote"
     )
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from pyarrow import parquet
 
-from fgrpo_jax import benchmarks, evaluate, held_out, tokenizer, weights
+from fgrpo_jax import benchmarks, evaluate, held_out, rlvr_dataset, tokenizer, weights
 
 CONFIG = str(pathlib.Path(__file__).parents[1] / "configs/tiny_arithmetic_focal.py")
 SUMS = [("2+5", "7"), ("12+30", "42"), ("9-4", "5"), ("3+3", "6"), ("8+1", "9")]
@@ -152,6 +152,14 @@ def test_a_runs_workdir_is_its_policy(tmp_path):
 def test_the_real_files(shared_folder, name, count):
     problems = benchmarks.load(name, str(shared_folder / "data"))
     assert len(problems) == count and all(p.text and p.answer for p in problems)
+
+
+def test_a_dataset_that_was_written_once(data, tmp_path):
+    source = f"jsonl:{data / 'math500.jsonl'}"
+    argv = [source, "--test", source, "--name", "math500", "--out", str(tmp_path)]
+    assert rlvr_dataset.main(argv) == 0
+    assert benchmarks.source_of("math500", str(tmp_path)) == f"tfds:{tmp_path}/math500/1.0.0/test"
+    assert [(p.text, p.answer) for p in benchmarks.load("math500", str(tmp_path))] == SUMS
 
 
 def test_gpqa_shuffles_and_remembers(tmp_path):
