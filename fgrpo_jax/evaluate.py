@@ -120,6 +120,14 @@ def checkpoint_folder(path: str, flag: str = "--checkpoint") -> pathlib.Path:
     return folder / "policy"
 
 
+def mark(folder: pathlib.Path, source: str, system: str | None) -> str:
+    """What tells the samples of one evaluation from another's in a workdir: weights, as their
+    files' sizes and times tell, the benchmark's file, and the system message."""
+    files = [(path.name, path.stat()) for path in sorted(folder.glob("*.safetensors"))]
+    weighed = [(name, stat.st_size, stat.st_mtime_ns) for name, stat in files]
+    return f"{zlib.crc32(json.dumps([str(folder), weighed, source, system]).encode()):08x}"
+
+
 def given(path: pathlib.Path, problems: int, samples: int | None) -> tuple[list[Any], int]:
     """(records, n) of a JSON Lines file of {"problem": place, "response": text}, and of "tokens"
     and "finished" where they are known; UserError where it has not n of each problem."""
@@ -227,13 +235,15 @@ def evaluate(
                     path = pathlib.Path(arguments.responses)
                     path = path / f"{name}.jsonl" if path.is_dir() else path
                     records, n = given(path, len(problems), arguments.samples)
-                    tallies = Tallies(workdir / f"{name}.given.jsonl", n)
+                    tallies = Tallies(workdir / f"{name}.given.{distributed.host()}.jsonl", n)
                     tallies.done.clear()  # judged anew: the file may have changed
                     judge(batches_of(records, tokenizers.load(folder)), problems, scorer, tallies)
                     table = tallies.table(len(problems))
                 else:
                     n = arguments.samples or c.eval.samples
-                    tallies = Tallies(workdir / f"{name}.{distributed.host()}.jsonl", n)
+                    source = benchmarks.source_of(name, arguments.data_dir)
+                    of = f"{name}.{mark(folder, source, arguments.system)}"
+                    tallies = Tallies(workdir / f"{of}.{distributed.host()}.jsonl", n)
                     table = sampler(name, problems, arguments.system, scorer, tallies)
             ks = sorted({*powers_up_to(n), *arguments.k})
             if ks[-1] > n:

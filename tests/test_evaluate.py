@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import os
 import pathlib
 import re
 
@@ -64,10 +65,11 @@ def test_pass_at_k_is_that_of_all_choices(done):
 
 def test_it_goes_on_and_ends_the_same(data, done, tmp_path, monkeypatch, capsys):
     """Cut off after two problems: those are not sampled again, and all is as it was."""
-    lines = (done / "math500.0.jsonl").read_text().splitlines(keepends=True)
-    for name in ("config.json", "gsm8k.0.jsonl"):
-        (tmp_path / name).write_bytes((done / name).read_bytes())
-    (tmp_path / "math500.0.jsonl").write_text("".join(lines[:2]) + lines[2][:9])
+    (whole,), (other,) = (done.glob(f"{name}.*.0.jsonl") for name in ("math500", "gsm8k"))
+    lines = whole.read_text().splitlines(keepends=True)
+    for path in (done / "config.json", other):
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    (tmp_path / whole.name).write_text("".join(lines[:2]) + lines[2][:9])
     asked = []
     real = held_out.judge
     spied = lambda batches, *rest: real(
@@ -81,6 +83,21 @@ def test_it_goes_on_and_ends_the_same(data, done, tmp_path, monkeypatch, capsys)
     tables = [parquet.read_table(x / "math500.parquet") for x in (tmp_path, done)]
     assert tables[0] == tables[1]
     assert re.search(r"mean .* ", capsys.readouterr().out)
+
+
+def test_other_weights_or_words_are_not_taken_for_these(done, tmp_path):
+    """The mark of what was sampled: a file that was written again, another file, another prompt."""
+    weights_file = tmp_path / "model.safetensors"
+    weights_file.write_bytes(b"1234")
+    marks = [evaluate.mark(tmp_path, "jsonl:a", None)]
+    assert marks[0] == evaluate.mark(tmp_path, "jsonl:a", None)
+    marks += [evaluate.mark(tmp_path, "jsonl:b", None), evaluate.mark(tmp_path, "jsonl:a", "")]
+    os.utime(weights_file, ns=(1, 1))
+    marks.append(evaluate.mark(tmp_path, "jsonl:a", None))
+    weights_file.write_bytes(b"12345")
+    os.utime(weights_file, ns=(1, 1))
+    marks.append(evaluate.mark(tmp_path, "jsonl:a", None))
+    assert len(set(marks)) == 5
 
 
 def test_others_responses_get_the_same_verdicts(data, tmp_path, capsys):

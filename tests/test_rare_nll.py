@@ -36,8 +36,13 @@ def done(tmp_path_factory):
     return workdir, folder
 
 
+def right_file(workdir):
+    (path,) = workdir.glob("right.*.jsonl")
+    return path
+
+
 def lines(workdir):
-    return [jsons.parse(line) for line in jsons.read_lines(workdir / "right.jsonl")]
+    return [jsons.parse(line) for line in jsons.read_lines(right_file(workdir))]
 
 
 def test_the_base_agrees_with_what_sampled(done):
@@ -56,9 +61,10 @@ def test_the_base_agrees_with_what_sampled(done):
 
 def test_done_prompts_are_not_sampled_again(done, tmp_path, monkeypatch):
     workdir, _ = done
-    text = (workdir / "right.jsonl").read_text().splitlines(keepends=True)
+    text = right_file(workdir).read_text().splitlines(keepends=True)
     ends = [i for i, line in enumerate(text) if "done" in line]
-    (tmp_path / "right.jsonl").write_text("".join(text[: ends[4] + 2]) + '{"problem": 1')
+    cut = "".join(text[: ends[4] + 2]) + '{"problem": 1'
+    (tmp_path / right_file(workdir).name).write_text(cut)
     asked = []
     real = evaluate.Sampler.stream
 

@@ -6,7 +6,7 @@ highest negative log-likelihood a token under that model; and by how much it is 
 trained one. The paper: 256 prompts, 800 samples, a share of 0.01; Qwen2.5-7B at N = 8: +0.68 nats
 with GRPO, +0.46 with F-GRPO.
 
-The workdir gets right.jsonl, whose prompts are not sampled again, and rare_nll.json.
+The workdir gets right.MARK.jsonl, whose prompts are not sampled again, and rare_nll.json.
 """
 
 import argparse
@@ -193,7 +193,7 @@ def study(c: Config, workdir: pathlib.Path, console: Console, arguments: Any) ->
         asked = prompts.load(c, c.data.source, "train", tokenizer, scorer.check_golds)
         sampler = evaluate.Sampler(c, folder, stack)
         count = min(arguments.prompts, len(asked.problems))
-        path = workdir / "right.jsonl"
+        path = workdir / f"right.{evaluate.mark(folder, c.data.source, c.data.system)}.jsonl"
         found = collect(sampler, asked, count, arguments.samples, scorer, path)
         if not found:
             raise UserError(f"none of {count * arguments.samples:,} responses is right")
