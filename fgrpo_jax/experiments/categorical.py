@@ -271,7 +271,7 @@ def study(c: Config, workdir: pathlib.Path, console: Console, command: str) -> N
         numbers = [f"{values[name]:.3f}" for name in (*METRICS, "error")]
         out.add_row(f"{n:,}", f"{gamma:g}", *numbers)
     console.print(out)
-    if {0.0, 1.0} <= set(c.gammas) and len(c.samples) > 2:
+    if {0.0, 1.0} <= set(c.gammas) and len(c.samples) > 2 and c.steps >= 1000:
         for sentence, holds in statements(rows).items():
             console.print(f"{'holds' if holds else 'does not hold'}: {sentence}", highlight=False)
     console.print(f"picture: {path.with_suffix('.png')}, data: {path}", highlight=False)
