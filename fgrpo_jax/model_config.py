@@ -117,7 +117,7 @@ class _Reader:
 
     def read(self) -> ModelConfig:
         c, file = self.c, self.file
-        if c.get("model_type") not in FAMILIES:
+        if c.get("model_type") not in tuple(FAMILIES):  # which a list may be looked for in, too
             raise UserError(
                 f"{file} has model_type {c.get('model_type')!r:.40}: it must be one of "
                 f"{', '.join(FAMILIES)}"

@@ -29,7 +29,7 @@ import fgrpo_jax
 from fgrpo_jax import (
     UserError,
     config,
-    evaluate,
+    held_out,
     metrics,
     prompts,
     report,
@@ -98,7 +98,11 @@ FORBIDDEN_NAMES = (
 ).split()
 FORBIDDEN_ARGUMENTS = "trust_remote_code allow_pickle shell".split()
 # config and method files are Python by design; a reward is module:function of the user's own
-IMPORTS = {("config", "exec_module"), ("judge", "import_module")}
+IMPORTS = {
+    ("config", "exec_module"),
+    ("judge", "import_module"),
+    ("verifiers", "import_module"),  # of names that it has itself
+}
 
 
 def executions(tree):
@@ -449,8 +453,8 @@ MULTIPLE = "each must be a multiple of the next"
         ("hidden_size", 36, "RoPE turns pairs"),
         ("tie_word_embeddings", "yes", "it must be true or false"),
         ("tie_word_embeddings", None, "it must be true or false"),
-        ("model_type", ["qwen2"], "model_type ['qwen2']: it must be qwen2"),
-        ("model_type", "x" * 9999, "it must be qwen2"),
+        ("model_type", ["qwen2"], "model_type ['qwen2']: it must be one of qwen2"),
+        ("model_type", "x" * 9999, "it must be one of qwen2"),
         ("hidden_act", {"a": 1}, "it must be silu"),
         ("rope_scaling", "yarn", "scales RoPE"),
         ("rope_scaling", [1], "scales RoPE"),
@@ -792,7 +796,10 @@ def test_journals_that_are_no_files(tmp_path):
     for name in ("folder", "pipe"):
         path = tmp_path / name
         assert f"{path} cannot be read" in refused(metrics.Journal, path, 1)
-        assert f"{path} cannot be read" in refused(evaluate.Counts, path, 1)
+        assert f"{path} cannot be read" in refused(held_out.Tallies, path, 1)
+
+
+TALLY = {"problem": 5, "samples": 4, "correct": 2, "truncated": 1, "tokens": 90, "majority": 0.5}
 
 
 @pytest.mark.parametrize("record", [{}, {"wall_s": "1", "cpu_s": 1}, {"wall_s": None, "cpu_s": 1}])
@@ -806,21 +813,23 @@ def test_times_that_are_none(record):
     [
         *GARBLED,
         *[
-            json.dumps({"problem": 5, "samples": 4, "correct": 2} | change).encode()
+            json.dumps(TALLY | change).encode()
             for change in (
                 {"problem": "5"}, {"problem": [5]}, {"problem": None}, {"problem": True},
                 {"samples": "4"}, {"samples": 5}, {"correct": "2"}, {"correct": -1},
                 {"correct": 5}, {"correct": 1.5}, {"correct": None}, {"correct": {}},
+                {"truncated": 5}, {"truncated": "0"}, {"tokens": -1}, {"tokens": 1e9},
+                {"majority": 2}, {"majority": "1"}, {"majority": [1]}, {"more": 1},
             )
         ],
     ],
 )  # fmt: skip
-def test_counts_that_are_none_are_made_again(tmp_path, line):
+def test_tallies_that_are_none_are_made_again(tmp_path, line):
     path = tmp_path / "step_0.0.jsonl"
-    good = b'{"problem": 3, "samples": 4, "correct": 2}'
+    good = json.dumps(TALLY | {"problem": 3}).encode()
     path.write_bytes(good + b"\n" + line)
     with bounded():
-        assert evaluate.Counts(path, 4).correct == {3: 2}
+        assert held_out.Tallies(path, 4).done == {3: held_out.Tally(2, 1, 90, 0.5)}
     assert path.read_bytes() == good + b"\n"
 
 
