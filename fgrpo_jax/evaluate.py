@@ -278,9 +278,9 @@ def main(argv: Sequence[str]) -> int:
     arguments, rest = parser.parse_known_args(argv)
 
     def work() -> None:
-        overrides = command_line.overrides(rest)
+        overrides = [*command_line.overrides(rest), "lora.rank=0"]  # a folder is whole
         if arguments.checkpoint:
-            overrides += [f"model.path={checkpoint_folder(arguments.checkpoint)}", "lora.rank=0"]
+            overrides.append(f"model.path={checkpoint_folder(arguments.checkpoint)}")
         c = config.load(arguments.config, overrides, arguments.method)
         words = arguments.k.split(",") if arguments.k else []
         if not all(word.isdigit() and int(word) for word in words):
