@@ -217,6 +217,13 @@ def evaluate(
 ) -> None:
     """Evaluates what the workdir lacks. Raises UserError."""
     asked = benchmarks.find(arguments.benchmarks)
+    if arguments.responses and len(asked) > 1 and pathlib.Path(arguments.responses).is_file():
+        raise UserError(
+            "--responses is one file: name one benchmark, or give a folder of NAME.jsonl"
+        )
+    n = arguments.samples or c.eval.samples
+    if not arguments.responses and max(arguments.k, default=1) > n:
+        raise UserError(f"--k has {max(arguments.k)}, and there are {n} samples a problem")
     folder = weights.resolve(c.model.path)
     sets = {name: benchmarks.load(name, arguments.data_dir) for name in asked}
     for name, problems in sets.items():

@@ -85,6 +85,7 @@ def collect(
 ) -> list[Right]:
     """The right responses to the first `count` problems, so many samples each."""
     found, done = read(path, samples)
+    found = [right for right in found if right["problem"] < count]
     left = [place for place in range(count) if place not in done]
     size = len(left) + -len(left) % sharding.shards(*sharding.ROWS)
     places = np.array(left + [-1] * (size - len(left)), np.int32)
