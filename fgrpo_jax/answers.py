@@ -7,6 +7,7 @@ from fractions import Fraction
 from typing import Any
 
 VERDICTS = ("right", "wrong", "no answer", "unparsable", "timed out", "crashed")
+BOXED = r"Please reason step by step, and put your final answer within \boxed{}."
 MAX_ANSWER = 400  # characters; a longer answer is wrong
 
 _DECIMAL = r"[0-9]{1,100}(?:\.[0-9]{1,100})?|\.[0-9]{1,100}"

@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 
 from fgrpo_jax import UserError, forms, jsons, sources
+from fgrpo_jax.answers import BOXED
 from fgrpo_jax.structs import Problem
 
 Row = dict[str, Any]
-BOXED = r"Please reason step by step, and put your final answer within \boxed{}."
 
 
 @dataclasses.dataclass(frozen=True)

@@ -157,17 +157,17 @@ def given(path: pathlib.Path, problems: int, samples: int | None) -> tuple[list[
     return records, n
 
 
-def batches_of(records: list[Any], tokenizer: Tokenizer | None) -> Iterator[list[Answered]]:
-    """The responses of `given`; without a tokenizer those of unknown length count 0 tokens."""
+def batches_of(records: list[Any], tokenizer: Tokenizer) -> Iterator[list[Answered]]:
+    """The responses of `given`; the tokenizer counts those of unknown length."""
     for start in range(0, len(records), CHUNK):
         some = records[start : start + CHUNK]
-        lacking = [r["response"] for r in some if "tokens" not in r] if tokenizer else []
-        lengths = iter(map(len, tokenizer.encode(lacking))) if tokenizer else iter(())
+        lacking = [r["response"] for r in some if "tokens" not in r]
+        lengths = iter(map(len, tokenizer.encode(lacking)))
         yield [
             Answered(
                 record["problem"],
                 record["response"],
-                int(record["tokens"]) if "tokens" in record else next(lengths, 0),
+                int(record["tokens"]) if "tokens" in record else next(lengths),
                 bool(record.get("finished", True)),
             )
             for record in some

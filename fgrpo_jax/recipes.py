@@ -1,9 +1,8 @@
 """What recipes share, so that a config file says only what is its own."""
 
 from fgrpo_jax import config
+from fgrpo_jax.answers import BOXED
 from fgrpo_jax.config import Config
-
-SYSTEM = r"Please reason step by step, and put your final answer within \boxed{}."
 
 
 def paper(model: str, max_response: int = 8192) -> Config:
@@ -24,7 +23,7 @@ def paper(model: str, max_response: int = 8192) -> Config:
     c.model.remat = "full"
     c.data.source = "jsonl:data/deepscaler.jsonl"
     c.data.eval_source = "jsonl:data/math500.jsonl"
-    c.data.system = SYSTEM
+    c.data.system = BOXED
     c.data.max_prompt = 1024
     c.rollout.prompts = 256
     c.rollout.max_response = max_response
@@ -45,7 +44,7 @@ def gsm8k(model: str) -> Config:
     c.model.remat = "full"
     c.data.source = "hf:openai/gsm8k:main/train"
     c.data.eval_source = "hf:openai/gsm8k:main/test"
-    c.data.system = SYSTEM
+    c.data.system = BOXED
     c.data.max_prompt = 512
     c.reward = "gsm8k"
     c.rollout.prompts = 256
